@@ -1,0 +1,56 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONFIG ?= configs/demo.json
+SWAP_DIR ?= runs/swap
+NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build demo test test-all lint sanitize clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+venv: $(VENV)/.installed  ## make .venv with every dependency in the version of constraints.txt
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first, pinned: left to the other packages' ranges, pip would take a CUDA build of several gigabytes.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) install -q -c constraints.txt torch setuptools
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+build: $(VENV)/.installed  ## compile the native libraries that are older than their sources
+	@$(BIN)/python setup.py -q build_ext --inplace
+
+demo: build  ## train a small model whose states live on NVMe (CONFIG=..., SWAP_DIR=...)
+	@mkdir -p $(SWAP_DIR)
+	$(BIN)/infinity train $(CONFIG)
+
+lint: $(VENV)/.installed  ## ruff, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+sanitize:  ## native tests under the address, undefined-behaviour, thread sanitizers
+	@set -e; for directory in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$directory check; done
+
+# A machine that tests must have the real libraries: a fallback would pass for them.
+test test-all: export INFINITY_REQUIRE_NATIVE = 1
+
+test: build lint sanitize  ## lint, native tests, quick Python tests
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: build lint sanitize  ## the same with the slow tests
+	$(BIN)/python -m pytest -q
+
+clean:  ## remove what was built; .venv and runs/ stay
+	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f infinity/_native/*.so infinity/_native/*.missing.txt $(VENV)/.installed
+	find infinity tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	@set -e; for directory in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$directory clean; done

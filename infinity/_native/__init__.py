@@ -1,0 +1,1 @@
+"""Typed faces of the native libraries, the only place that knows ctypes."""
