@@ -1,0 +1,1 @@
+"""What was moved, how long it took, who waited for it."""

@@ -1,0 +1,57 @@
+"""Counts bytes per link, seconds per phase, seconds waited per cause."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Ledger:
+    """The engine's counters, all cumulative.
+
+    ``bytes[link]``: payload moved. ``seconds[phase]``: wall time of forward, backward, step, update.
+    ``stalls[cause]``: seconds the training thread stood still for that cause. ``busy[link]``: seconds during which at
+    least one request of the link was known to be outstanding.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: defaultdict[str, int] = defaultdict(int)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.stalls: defaultdict[str, float] = defaultdict(float)
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self._outstanding: defaultdict[str, int] = defaultdict(int)
+        self._since: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, link: str, nbytes: int) -> None:
+        """Notes that a request of ``nbytes`` was handed to ``link``."""
+        with self._lock:
+            self.bytes[link] += nbytes
+            if self._outstanding[link] == 0:
+                self._since[link] = time.perf_counter()
+            self._outstanding[link] += 1
+
+    def end(self, link: str) -> None:
+        """Notes that a request of ``link`` was seen complete."""
+        with self._lock:
+            self._outstanding[link] -= 1
+            if self._outstanding[link] == 0:
+                self.busy[link] += time.perf_counter() - self._since[link]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to ``seconds[name]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[name] += time.perf_counter() - start
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """Adds time the training thread waited."""
+        with self._lock:
+            self.stalls[cause] += seconds

@@ -1,0 +1,246 @@
+"""Where one kind of state of every unit lives: in memory, or in swap files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from infinity.device.lane import DONE, Ticket
+from infinity.memory.arena import Slab, SlabPool
+from infinity.obs.ledger import Ledger
+from infinity.storage.io_engine import IoEngine, IoTicket
+from infinity.storage.swap_file import SwapFile
+from infinity.tier import Tier
+
+
+class Access(Enum):
+    """What a lease is for: READ never writes back, WRITE starts from undefined bytes, UPDATE does both."""
+
+    READ = "read"
+    WRITE = "write"
+    UPDATE = "update"
+
+
+class Lease(Protocol):
+    """Bytes of a store, lent until ``release``."""
+
+    def wait(self) -> torch.Tensor:
+        """The bytes as a 1-D uint8 tensor, valid until release."""
+        ...
+
+    def release(self) -> None:
+        """Ends the loan; what was leased for writing goes back behind the caller's back."""
+        ...
+
+
+class Store(Protocol):
+    """One kind of state of every unit, addressed by unit and byte range.
+
+    A read begun after a write of the same bytes sees that write, whatever either takes.
+    """
+
+    tier: Tier
+
+    def lease(self, unit: int, start: int, stop: int, access: Access) -> Lease:
+        """Lends bytes ``start`` to ``stop`` (whole pages) of ``unit``; returns while they are on their way."""
+        ...
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        """All bytes of ``unit`` where they can be addressed in place, else None."""
+        ...
+
+    def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
+        """Copies bytes from ``start`` on into ``into`` (uint8)."""
+        ...
+
+    def write(self, unit: int, start: int, source: torch.Tensor) -> Ticket:
+        """Copies ``source`` (uint8) to ``start``; the source must stay unchanged until the ticket is done."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until every write has reached the store."""
+        ...
+
+
+@dataclass
+class MemoryLease:
+    """A view of memory that holds the state for good."""
+
+    view: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.view
+
+    def release(self) -> None:
+        pass
+
+
+class MemoryStore:
+    """State that stays in one place of an arena; leases are views."""
+
+    def __init__(self, tier: Tier, regions: dict[int, torch.Tensor]) -> None:
+        self.tier = tier
+        self._regions = regions
+
+    def lease(self, unit: int, start: int, stop: int, access: Access) -> Lease:
+        return MemoryLease(self._regions[unit][start:stop])
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        return self._regions[unit]
+
+    def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
+        into.copy_(self._regions[unit][start : start + into.numel()])
+        return DONE
+
+    def write(self, unit: int, start: int, source: torch.Tensor) -> Ticket:
+        self._regions[unit][start : start + source.numel()].copy_(source)
+        return DONE
+
+    def settle(self) -> None:
+        pass
+
+
+@dataclass
+class Extent:
+    """A page-aligned byte range of a swap file, with the transfers that are under way on it."""
+
+    file: SwapFile
+    offset: int
+    nbytes: int
+    reads: list[tuple[int, int, Ticket]] = field(default_factory=list)
+    writes: list[tuple[int, int, Ticket]] = field(default_factory=list)
+
+
+class LinkTicket:
+    """An I/O ticket that tells the ledger when the transfer was first seen complete."""
+
+    def __init__(self, ticket: IoTicket, ledger: Ledger, link: str) -> None:
+        self._ticket = ticket
+        self._ledger = ledger
+        self._link = link
+        self._lock = threading.Lock()
+        self._open = True
+
+    def done(self) -> bool:
+        finished = self._ticket.done()
+        if finished:
+            self._close()
+        return finished
+
+    def wait(self) -> None:
+        try:
+            self._ticket.wait()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        self._ledger.end(self._link)
+
+
+class FileLease:
+    """Bytes of a file in a staging slab; a write lease goes back to the file on release, behind the caller."""
+
+    def __init__(self, store: FileStore, pool: SlabPool, slab: Slab, unit: int, start: int, nbytes: int) -> None:
+        self._store, self._pool, self._slab = store, pool, slab
+        self._unit, self._start = unit, start
+        self._bytes = slab.memory[:nbytes]
+        self.ticket: Ticket = DONE
+        self.dirty = False
+
+    def wait(self) -> torch.Tensor:
+        self.ticket.wait()
+        return self._bytes
+
+    def release(self) -> None:
+        if not self.ticket.done():
+            self._pool.put(self._slab, self.ticket)
+            return
+        written = self._store.write(self._unit, self._start, self._bytes) if self.dirty else None
+        self._pool.put(self._slab, written)
+
+    def abandon(self) -> None:
+        """Ends the loan without writing back, for use after an error."""
+        self._pool.put(self._slab, self.ticket)
+
+
+class FileStore:
+    """State in swap files. Transfers of overlapping bytes keep the order in which they were asked for."""
+
+    tier = Tier.NVME
+
+    def __init__(self, engine: IoEngine, extents: dict[int, Extent], ledger: Ledger, pool: SlabPool | None) -> None:
+        self._engine = engine
+        self._extents = extents
+        self._ledger = ledger
+        self._pool = pool
+        self._lock = threading.Lock()
+
+    def lease(self, unit: int, start: int, stop: int, access: Access) -> FileLease:
+        if self._pool is None:
+            raise AssertionError("this store was planned without staging slabs")
+        slab = self._pool.take()
+        lease = FileLease(self, self._pool, slab, unit, start, stop - start)
+        lease.dirty = access is not Access.READ
+        if access is not Access.WRITE:
+            try:
+                lease.ticket = self.read(unit, start, slab.memory[: stop - start])
+            except BaseException:
+                self._pool.put(slab)
+                raise
+        return lease
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        return None
+
+    def is_settled(self, unit: int) -> bool:
+        """Whether a read of ``unit`` would start without waiting for a write."""
+        with self._lock:
+            return all(ticket.done() for _, _, ticket in self._extents[unit].writes)
+
+    def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
+        extent = self._extents[unit]
+        self._wait_overlapping(extent.writes, start, start + into.numel())
+        self._ledger.begin("nvme_read", into.numel())
+        ticket = LinkTicket(self._engine.read(extent.file, extent.offset + start, into), self._ledger, "nvme_read")
+        with self._lock:
+            extent.reads = _pending(extent.reads)
+            extent.reads.append((start, start + into.numel(), ticket))
+        return ticket
+
+    def write(self, unit: int, start: int, source: torch.Tensor) -> Ticket:
+        extent = self._extents[unit]
+        self._wait_overlapping(extent.writes, start, start + source.numel())
+        self._wait_overlapping(extent.reads, start, start + source.numel())
+        self._ledger.begin("nvme_write", source.numel())
+        ticket = LinkTicket(self._engine.write(extent.file, extent.offset + start, source), self._ledger, "nvme_write")
+        with self._lock:
+            extent.writes.append((start, start + source.numel(), ticket))
+        return ticket
+
+    def settle(self) -> None:
+        for extent in self._extents.values():
+            self._wait_overlapping(extent.writes, 0, extent.nbytes)
+            self._wait_overlapping(extent.reads, 0, extent.nbytes)
+
+    def _wait_overlapping(self, transfers: list[tuple[int, int, Ticket]], start: int, stop: int) -> None:
+        with self._lock:
+            overlapping = [entry for entry in transfers if entry[0] < stop and start < entry[1]]
+        for entry in overlapping:
+            entry[2].wait()
+        with self._lock:
+            for entry in overlapping:
+                if entry in transfers:
+                    transfers.remove(entry)
+
+
+def _pending(transfers: Iterable[tuple[int, int, Ticket]]) -> list[tuple[int, int, Ticket]]:
+    return [entry for entry in transfers if not entry[2].done()]

@@ -1,0 +1,185 @@
+"""The directory under an NVMe path that one engine owns for as long as it lives."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infinity.errors import StorageError
+from infinity.storage.swap_file import SwapFile, open_file
+
+log = logging.getLogger(__name__)
+
+OWNER_DIRECTORY = re.compile(r"infinity-swap-rank\d+-\d+-[0-9a-f]{8}")
+SWAP_SUFFIX = ".swap"
+LOCK_NAME = "owner.lock"
+
+
+class SwapDirectory:
+    """One engine's swap files below ``root``, which the user names in ``nvme_path``.
+
+    The engine works in a subdirectory of its own, held by a file lock. Subdirectories whose owner is gone (killed
+    runs) are reclaimed on the way in: only files with names this class gives are ever removed. ``root`` itself is
+    created if only its last component is missing, so that a forgotten mount is an error instead of a full system
+    disk.
+    """
+
+    def __init__(self, root: str, *, rank: int, nbytes: int) -> None:
+        self.root = os.path.abspath(root)
+        self._files: list[SwapFile] = []
+        self._made_root = self._ensure_root()
+        with self._locked_root():
+            self.reclaimed_bytes = self._reclaim()
+            self._check_space(nbytes)
+            self.path = os.path.join(self.root, f"infinity-swap-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}")
+            try:
+                os.mkdir(self.path, 0o700)
+            except OSError as error:
+                raise self._refused("cannot create a swap directory in", error) from None
+            self._lock = os.open(
+                os.path.join(self.path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def create(self, name: str, nbytes: int) -> SwapFile:
+        """A new file of exactly ``nbytes``, all allocated now so that a full disk is known before the first step."""
+        path = os.path.join(self.path, name + SWAP_SUFFIX)
+        file = open_file(path, create=True)
+        self._files.append(file)
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            free = _free_bytes(self.root)
+            raise StorageError(
+                "cannot reserve swap file",
+                path=path,
+                length=nbytes,
+                errno=error.errno,
+                action=f"{free} bytes are free there; free more, choose another nvme_path, or keep a state kind in "
+                "host memory (infinity.placement)"
+                if error.errno != errno.EFBIG
+                else "the file size limit of this process is lower (ulimit -f); raise it",
+            ) from None
+        return file
+
+    def remove(self) -> None:
+        """Closes and removes every file made here; ``root`` stays unless it was made here too."""
+        for file in self._files:
+            file.close()
+        self._files = []
+        if self._lock >= 0:
+            _remove_owner_directory(self.path)
+            os.close(self._lock)
+            self._lock = -1
+            if self._made_root:
+                try:
+                    os.rmdir(self.root)
+                except OSError:
+                    pass  # another engine still works there, or the user put something in
+
+    def _ensure_root(self) -> bool:
+        try:
+            os.mkdir(self.root, 0o700)
+            return True
+        except FileExistsError:
+            if not os.path.isdir(self.root):
+                raise StorageError(
+                    "nvme_path is not a directory:", path=self.root, action="Name a directory on a fast local disk"
+                ) from None
+            return False
+        except FileNotFoundError:
+            raise StorageError(
+                "nvme_path does not exist, nor does the directory above it:",
+                path=self.root,
+                action="Mount the disk or create it with mkdir -p; it is not created here because a forgotten mount "
+                "would fill another disk",
+            ) from None
+        except OSError as error:
+            raise self._refused("cannot create", error) from None
+
+    def _refused(self, what: str, error: OSError) -> StorageError:
+        return StorageError(
+            what,
+            path=self.root,
+            errno=error.errno,
+            action="Choose an nvme_path this user may write to, or change its owner or mode",
+        )
+
+    @contextmanager
+    def _locked_root(self) -> Iterator[None]:
+        """Serialises reclaiming with the creation of new owners, so that a newcomer is never taken for a leftover."""
+        try:
+            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._refused("cannot open", error) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _reclaim(self) -> int:
+        reclaimed = 0
+        for entry in os.scandir(self.root):
+            if not OWNER_DIRECTORY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                continue
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            try:
+                lock = os.open(os.path.join(entry.path, LOCK_NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                lock = -1  # killed between mkdir and the lock
+            except OSError:
+                continue
+            try:
+                if lock >= 0:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                reclaimed += _remove_owner_directory(entry.path)
+            except BlockingIOError:
+                continue  # its owner is alive
+            finally:
+                if lock >= 0:
+                    os.close(lock)
+        if reclaimed:
+            log.warning("reclaimed %d bytes of swap files left by a killed run in %s", reclaimed, self.root)
+        return reclaimed
+
+    def _check_space(self, nbytes: int) -> None:
+        free = _free_bytes(self.root)
+        if free < nbytes:
+            raise StorageError(
+                f"swap needs {nbytes} bytes but only {free} are free in",
+                path=self.root,
+                errno=errno.ENOSPC,
+                action="Free the difference, choose another nvme_path, or keep a state kind in host memory "
+                "(infinity.placement)",
+            )
+
+
+def _free_bytes(path: str) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _remove_owner_directory(path: str) -> int:
+    """Removes our own files in ``path``, then the directory if nothing else is in it; returns the bytes freed."""
+    freed = 0
+    with os.scandir(path) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            ours = entry.name == LOCK_NAME or entry.name.endswith(SWAP_SUFFIX)
+            if ours and stat.S_ISREG(status.st_mode):
+                os.unlink(entry.path)
+                freed += status.st_blocks * 512
+    try:
+        os.rmdir(path)
+    except OSError:
+        log.warning("left %s in place: it holds files that are not swap files", path)
+    return freed
