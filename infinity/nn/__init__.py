@@ -1,0 +1,1 @@
+"""Modules users build models from, in plain PyTorch."""
