@@ -1,0 +1,606 @@
+// Tests every backend that runs on this machine through the C interface.
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "aio.h"
+#include "transport.h"
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                               \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
+#define CHECK_EQUAL(found, expected)                                                                                   \
+    do {                                                                                                               \
+        const long long found_ = static_cast<long long>(found), expected_ = static_cast<long long>(expected);          \
+        if (found_ != expected_) {                                                                                     \
+            std::fprintf(stderr, "%s:%d: %s is %lld, expected %lld\n", __FILE__, __LINE__, #found, found_, expected_); \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
+namespace {
+
+constexpr int64_t PAGE = 4096, BLOCK = 16 * PAGE;
+
+struct Directory {
+    Directory() {
+        const char *base = std::getenv("TMPDIR");
+        path = std::string(base ? base : "/tmp") + "/infinity-aio-XXXXXX";
+        CHECK(::mkdtemp(path.data()));
+    }
+    ~Directory() { ::rmdir(path.c_str()); }
+    std::string path;
+};
+
+struct File {
+    explicit File(const Directory &directory, const char *name = "file") : path(directory.path + "/" + name) {
+        buffered = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        CHECK(buffered >= 0);
+        direct = ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC); // -1 on a file system without it
+    }
+    ~File() {
+        if (direct >= 0)
+            ::close(direct);
+        ::close(buffered);
+        ::unlink(path.c_str());
+    }
+    std::string path;
+    int buffered, direct;
+    uint64_t device = 0;
+};
+
+struct Memory {
+    explicit Memory(int64_t size) : size(size), data(static_cast<char *>(::aligned_alloc(PAGE, rounded(size)))) {
+        CHECK(data);
+        std::memset(data, 0, rounded(size));
+    }
+    ~Memory() { std::free(data); }
+    Memory(const Memory &) = delete;
+    static size_t rounded(int64_t size) { return static_cast<size_t>((size + 2 * PAGE - 1) / PAGE * PAGE); }
+    void fill(unsigned seed) {
+        std::mt19937 random(seed);
+        for (int64_t i = 0; i < size; ++i)
+            data[i] = static_cast<char>(random());
+    }
+    int64_t size;
+    char *data;
+};
+
+infinity_aio_faults no_faults() { return {7, 0.0, 0.0, EIO, 0.0, 0, -1}; }
+
+struct Engine {
+    explicit Engine(int64_t backend, const infinity_aio_faults *faults = nullptr, int64_t depth = 8, int64_t block = BLOCK) {
+        const infinity_aio_options options{backend, depth, block, 3, faults};
+        CHECK_EQUAL(infinity_aio_open(&options, &handle), 0);
+    }
+    ~Engine() { close(); }
+    void close() {
+        if (handle)
+            infinity_aio_close(handle);
+        handle = nullptr;
+    }
+    infinity_aio_request *start(const File &file, int64_t direction, int64_t offset, char *address, int64_t length) {
+        const infinity_aio_transfer t{file.direct, file.buffered, 512, 512, file.device, direction, offset, address, length};
+        infinity_aio_request *request = nullptr;
+        CHECK_EQUAL(infinity_aio_submit(handle, &t, &request), 0);
+        return request;
+    }
+    infinity_aio_request *read(const File &file, int64_t offset, char *address, int64_t length) {
+        return start(file, INFINITY_AIO_READ, offset, address, length);
+    }
+    infinity_aio_request *write(const File &file, int64_t offset, char *address, int64_t length) {
+        return start(file, INFINITY_AIO_WRITE, offset, address, length);
+    }
+    infinity_aio_engine *handle = nullptr;
+};
+
+int64_t finish(infinity_aio_request *request, infinity_aio_failure *failure = nullptr) {
+    const int64_t result = infinity_aio_wait(request, -1, failure);
+    CHECK_EQUAL(infinity_aio_done(request), 1);
+    infinity_aio_release(request);
+    return result;
+}
+
+bool same(const Memory &a, const Memory &b, int64_t length) {
+    return std::memcmp(a.data, b.data, static_cast<size_t>(length)) == 0;
+}
+
+void round_trip(int64_t backend, const infinity_aio_faults *faults, int64_t offset, int64_t length, int64_t skew = 0) {
+    Directory directory;
+    File file(directory);
+    Memory out(length + skew), in(length + skew);
+    out.fill(static_cast<unsigned>(length));
+    Engine engine(backend, faults);
+    CHECK_EQUAL(finish(engine.write(file, offset, out.data + skew, length)), 0);
+    CHECK_EQUAL(finish(engine.read(file, offset, in.data + skew, length)), 0);
+    CHECK(std::memcmp(out.data + skew, in.data + skew, static_cast<size_t>(length)) == 0);
+    for (int64_t i = 0; i < skew; ++i)
+        CHECK_EQUAL(in.data[i], 0);
+    for (size_t i = static_cast<size_t>(length + skew); i < Memory::rounded(length + skew); ++i)
+        CHECK_EQUAL(in.data[i], 0);
+}
+
+void sizes_and_offsets(int64_t backend) {
+    for (int64_t length : {int64_t{1}, int64_t{511}, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 512, 5 * BLOCK + 3 * PAGE + 77})
+        for (int64_t offset : {int64_t{0}, PAGE, int64_t{512}, int64_t{13}})
+            round_trip(backend, nullptr, offset, length);
+    round_trip(backend, nullptr, PAGE, 3 * BLOCK, 64); // an address that direct I/O cannot take
+}
+
+// Neighbouring odd-sized extents in one file, all in flight: no page may be torn between direct and buffered writes.
+void odd_neighbours(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    constexpr int64_t COUNT = 24, LENGTH = 2 * BLOCK + 1000, STRIDE = 3 * BLOCK;
+    Memory out(COUNT * STRIDE), in(COUNT * STRIDE);
+    out.fill(3);
+    Engine engine(backend);
+    std::vector<infinity_aio_request *> requests;
+    for (int64_t i = 0; i < COUNT; ++i)
+        requests.push_back(engine.write(file, i * STRIDE, out.data + i * STRIDE, LENGTH));
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    requests.clear();
+    for (int64_t i = 0; i < COUNT; ++i)
+        requests.push_back(engine.read(file, i * STRIDE, in.data + i * STRIDE, LENGTH));
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    for (int64_t i = 0; i < COUNT; ++i)
+        CHECK(std::memcmp(in.data + i * STRIDE, out.data + i * STRIDE, LENGTH) == 0);
+}
+
+void many_files_and_directions(int64_t backend) {
+    Directory first, second;
+    File a(first, "a"), b(first, "b"), c(second, "c");
+    c.device = 1;
+    constexpr int64_t COUNT = 12, LENGTH = 3 * BLOCK;
+    Memory out(COUNT * LENGTH), in(COUNT * LENGTH), next(COUNT * LENGTH);
+    out.fill(1);
+    next.fill(2);
+    Engine engine(backend);
+    const File *files[] = {&a, &b, &c};
+    std::vector<infinity_aio_request *> requests;
+    const auto at = [](int64_t i) { return (i / 3) * LENGTH; };
+    for (int64_t i = 0; i < COUNT; ++i)
+        requests.push_back(engine.write(*files[i % 3], at(i), out.data + i * LENGTH, LENGTH));
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    requests.clear();
+    for (int64_t i = 0; i < COUNT; ++i) { // reads of one half of the files while the other half is written
+        requests.push_back(engine.read(*files[i % 3], at(i), in.data + i * LENGTH, LENGTH));
+        requests.push_back(engine.write(*files[i % 3], at(i) + COUNT * LENGTH, next.data + i * LENGTH, LENGTH));
+    }
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    CHECK(same(in, out, COUNT * LENGTH));
+    requests.clear();
+    for (int64_t i = 0; i < COUNT; ++i)
+        requests.push_back(engine.read(*files[i % 3], at(i) + COUNT * LENGTH, in.data + i * LENGTH, LENGTH));
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    CHECK(same(in, next, COUNT * LENGTH));
+}
+
+void many_threads(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Engine engine(backend);
+    constexpr int64_t LENGTH = 2 * BLOCK + PAGE, STRIDE = 3 * BLOCK;
+    std::vector<std::thread> threads;
+    for (int64_t t = 0; t < 4; ++t)
+        threads.emplace_back([&, t] {
+            Memory out(LENGTH), in(LENGTH);
+            for (int64_t round = 0; round < 10; ++round) {
+                const int64_t offset = (t * 10 + round) * STRIDE;
+                out.fill(static_cast<unsigned>(offset));
+                CHECK_EQUAL(finish(engine.write(file, offset, out.data, LENGTH)), 0);
+                CHECK_EQUAL(finish(engine.read(file, offset, in.data, LENGTH)), 0);
+                CHECK(same(in, out, LENGTH));
+            }
+        });
+    for (std::thread &thread : threads)
+        thread.join();
+}
+
+void many_waiters(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory out(4 * BLOCK);
+    infinity_aio_faults faults = no_faults();
+    faults.fail_at = 2;
+    Engine engine(backend, &faults);
+    infinity_aio_request *request = engine.write(file, 0, out.data, out.size);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t)
+        threads.emplace_back([&] {
+            infinity_aio_failure failure{};
+            CHECK_EQUAL(infinity_aio_wait(request, -1, &failure), -EIO);
+            CHECK_EQUAL(failure.offset, 2 * BLOCK);
+        });
+    for (std::thread &thread : threads)
+        thread.join();
+    CHECK_EQUAL(finish(request), -EIO); // as often as wanted
+}
+
+// Requests that nobody waits for still happen, and neither leak nor touch freed memory.
+void forgotten(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory out(40 * BLOCK), in(40 * BLOCK);
+    out.fill(5);
+    Engine engine(backend, nullptr, 2);
+    for (int64_t i = 0; i < 20; ++i)
+        infinity_aio_release(engine.write(file, i * 2 * BLOCK, out.data + i * 2 * BLOCK, 2 * BLOCK));
+    engine.close();
+    CHECK_EQUAL(::pread(file.buffered, in.data, static_cast<size_t>(in.size), 0), in.size);
+    CHECK(same(in, out, in.size));
+}
+
+void outlives_engine(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory out(2 * BLOCK);
+    Engine engine(backend);
+    infinity_aio_request *request = engine.write(file, 0, out.data, out.size);
+    engine.close();
+    CHECK_EQUAL(infinity_aio_done(request), 1);
+    CHECK_EQUAL(finish(request), 0);
+}
+
+void nothing_to_do(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Engine engine(backend);
+    CHECK_EQUAL(finish(engine.read(file, 12345, nullptr, 0)), 0);
+}
+
+void past_the_end(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory out(3 * BLOCK), in(3 * BLOCK);
+    out.fill(9);
+    Engine engine(backend);
+    CHECK_EQUAL(finish(engine.write(file, 0, out.data, BLOCK + 100)), 0);
+    infinity_aio_failure failure{};
+    CHECK_EQUAL(finish(engine.read(file, 0, in.data, 3 * BLOCK), &failure), -ENODATA);
+    CHECK_EQUAL(failure.offset, BLOCK);
+    CHECK_EQUAL(failure.length, BLOCK);
+    CHECK(same(in, out, BLOCK + 100)); // what there was did arrive
+    CHECK_EQUAL(finish(engine.read(file, 10 * BLOCK, in.data, PAGE), &failure), -ENODATA);
+    CHECK_EQUAL(failure.offset, 10 * BLOCK);
+    CHECK_EQUAL(failure.length, PAGE);
+}
+
+void bad_descriptors(int64_t backend) {
+    Directory directory;
+    Memory memory(2 * BLOCK);
+    Engine engine(backend);
+    int closed;
+    {
+        File file(directory);
+        closed = file.buffered;
+    }
+    infinity_aio_transfer t{-1, closed, 512, 512, 0, INFINITY_AIO_WRITE, PAGE, memory.data, 2 * BLOCK};
+    infinity_aio_request *request = nullptr;
+    infinity_aio_failure failure{};
+    CHECK_EQUAL(infinity_aio_submit(engine.handle, &t, &request), 0);
+    CHECK_EQUAL(finish(request, &failure), -EBADF);
+    CHECK_EQUAL(failure.error, EBADF);
+    CHECK_EQUAL(failure.offset, PAGE);
+
+    File file(directory); // an engine that met an error still works
+    CHECK_EQUAL(finish(engine.write(file, 0, memory.data, memory.size)), 0);
+    const int read_only = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
+    t.buffered_fd = read_only;
+    CHECK_EQUAL(infinity_aio_submit(engine.handle, &t, &request), 0);
+    CHECK_EQUAL(finish(request, &failure), -EBADF);
+    ::close(read_only);
+}
+
+void refuses_nonsense(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory memory(PAGE);
+    Engine engine(backend);
+    const infinity_aio_transfer good{file.direct, file.buffered, 512, 512, 0, INFINITY_AIO_READ, 0, memory.data, PAGE};
+    infinity_aio_request *request = nullptr;
+    const auto refused = [&](const std::function<void(infinity_aio_transfer &)> &spoil) {
+        infinity_aio_transfer t = good;
+        spoil(t);
+        return infinity_aio_submit(engine.handle, &t, &request) == -EINVAL;
+    };
+    CHECK(refused([](auto &t) { t.offset = -1; }));
+    CHECK(refused([](auto &t) { t.length = -1; }));
+    CHECK(refused([](auto &t) { t.offset = INT64_MAX; }));
+    CHECK(refused([](auto &t) { t.address = nullptr; }));
+    CHECK(refused([](auto &t) { t.direction = 2; }));
+    CHECK(refused([](auto &t) { t.memory_alignment = 0; }));
+    CHECK(refused([](auto &t) { t.buffered_fd = -1; }));
+    infinity_aio_engine *handle = nullptr;
+    for (const infinity_aio_options &bad :
+         {infinity_aio_options{9, 8, BLOCK, 3, nullptr}, infinity_aio_options{backend, 0, BLOCK, 3, nullptr},
+          infinity_aio_options{backend, 8, BLOCK + 1, 3, nullptr}, infinity_aio_options{backend, 8, 0, 3, nullptr},
+          infinity_aio_options{backend, 8, BLOCK, 0, nullptr}, infinity_aio_options{backend, 100000, BLOCK, 3, nullptr}})
+        CHECK_EQUAL(infinity_aio_open(&bad, &handle), -EINVAL);
+}
+
+void file_size_limit(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory memory(4 * BLOCK);
+    Engine engine(backend);
+    rlimit before;
+    CHECK_EQUAL(::getrlimit(RLIMIT_FSIZE, &before), 0);
+    const rlimit small{static_cast<rlim_t>(2 * BLOCK), before.rlim_max};
+    CHECK_EQUAL(::setrlimit(RLIMIT_FSIZE, &small), 0);
+    infinity_aio_failure failure{};
+    CHECK_EQUAL(finish(engine.write(file, 0, memory.data, memory.size), &failure), -EFBIG);
+    CHECK_EQUAL(failure.offset, 2 * BLOCK);
+    CHECK_EQUAL(failure.length, BLOCK);
+    CHECK_EQUAL(::setrlimit(RLIMIT_FSIZE, &before), 0);
+}
+
+void timeout(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory memory(PAGE);
+    // Reading from a pipe that nobody writes to: in flight until the other end is closed.
+    int ends[2];
+    CHECK_EQUAL(::pipe2(ends, O_CLOEXEC), 0);
+    Engine engine(backend);
+    const infinity_aio_transfer t{-1, ends[0], 512, 512, 0, INFINITY_AIO_READ, 0, memory.data, 10};
+    infinity_aio_request *request = nullptr;
+    CHECK_EQUAL(infinity_aio_submit(engine.handle, &t, &request), 0);
+    // pread and kernel AIO refuse pipes at once; io_uring waits.
+    const int64_t result = infinity_aio_wait(request, 0, nullptr);
+    CHECK(result == -ETIMEDOUT || result == -ESPIPE || result == -EINVAL);
+    ::close(ends[1]);
+    CHECK(finish(request) < 0);
+    ::close(ends[0]);
+}
+
+void short_transfers(int64_t backend) {
+    infinity_aio_faults faults = no_faults();
+    for (double probability : {0.3, 1.0}) {
+        faults.short_probability = probability;
+        for (uint64_t seed : {1, 2, 3}) {
+            faults.seed = seed;
+            round_trip(backend, &faults, 0, 5 * BLOCK + 777);
+            round_trip(backend, &faults, 100, 3 * BLOCK + 1);
+        }
+    }
+}
+
+void every_fault_at_once(int64_t backend) {
+    infinity_aio_faults faults = no_faults();
+    faults.short_probability = 0.5;
+    faults.delay_seconds = 0.002;
+    faults.reorder = 1;
+    for (uint64_t seed : {1, 2}) {
+        faults.seed = seed;
+        round_trip(backend, &faults, PAGE, 20 * BLOCK + 5);
+    }
+    faults.fail_probability = 0.2; // "again" is not an error: the block is tried again
+    faults.error = EAGAIN;
+    round_trip(backend, &faults, PAGE, 20 * BLOCK + 5);
+    faults.fail_probability = 1.0; // but not for ever
+    Directory directory;
+    File file(directory);
+    Memory out(3 * BLOCK);
+    Engine engine(backend, &faults);
+    CHECK_EQUAL(finish(engine.write(file, 0, out.data, out.size)), -EAGAIN);
+}
+
+void failing_block(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory out(8 * BLOCK), in(8 * BLOCK);
+    out.fill(4);
+    for (int64_t reorder : {0, 1})
+        for (int64_t at : {0, 3, 7}) {
+            infinity_aio_faults faults = no_faults();
+            faults.fail_at = 8 + at; // of the second request
+            faults.error = ENOSPC;
+            faults.reorder = reorder;
+            Engine engine(backend, &faults);
+            CHECK_EQUAL(finish(engine.write(file, 0, out.data, out.size)), 0);
+            infinity_aio_failure failure{};
+            CHECK_EQUAL(finish(engine.read(file, 0, in.data, in.size), &failure), -ENOSPC);
+            CHECK_EQUAL(failure.error, ENOSPC);
+            CHECK_EQUAL(failure.offset, at * BLOCK);
+            CHECK_EQUAL(failure.length, BLOCK);
+            CHECK_EQUAL(finish(engine.read(file, 0, in.data, in.size)), 0);
+            CHECK(same(in, out, in.size));
+        }
+}
+
+// Which requests fail depends on the seed alone, not on timing.
+std::string failures(int64_t backend, uint64_t seed, double delay) {
+    Directory directory;
+    File file(directory);
+    Memory out(32 * BLOCK);
+    infinity_aio_faults faults = no_faults();
+    faults.seed = seed;
+    faults.fail_probability = 0.2;
+    faults.delay_seconds = delay;
+    Engine engine(backend, &faults);
+    std::vector<infinity_aio_request *> requests;
+    for (int64_t i = 0; i < 16; ++i)
+        requests.push_back(engine.write(file, i * 2 * BLOCK, out.data + i * 2 * BLOCK, 2 * BLOCK));
+    std::string result;
+    for (auto *request : requests) {
+        infinity_aio_failure failure{};
+        result += finish(request, &failure) ? std::to_string(failure.offset / BLOCK) + " " : "- ";
+    }
+    return result;
+}
+
+void faults_repeat(int64_t backend) {
+    const std::string first = failures(backend, 11, 0.0);
+    CHECK(first.find_first_of("0123456789") != std::string::npos);
+    CHECK(first.find('-') != std::string::npos);
+    CHECK(failures(backend, 11, 0.003) == first);
+    CHECK(failures(backend, 12, 0.0) != first);
+    CHECK(failures(INFINITY_AIO_THREADS, 11, 0.0) == first); // nor on the backend
+}
+
+// After a failed wait nothing may still be written into the buffer: the sanitizer would see it freed.
+void no_write_after_failure(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    {
+        Memory out(32 * BLOCK);
+        Engine engine(backend);
+        CHECK_EQUAL(finish(engine.write(file, 0, out.data, out.size)), 0);
+    }
+    infinity_aio_faults faults = no_faults();
+    faults.fail_probability = 0.3;
+    faults.delay_seconds = 0.001;
+    Engine engine(backend, &faults);
+    for (int round = 0; round < 10; ++round) {
+        auto in = std::make_unique<Memory>(32 * BLOCK);
+        infinity_aio_request *request = engine.read(file, 0, in->data, in->size);
+        infinity_aio_wait(request, -1, nullptr);
+        std::memset(in->data, 0x5a, static_cast<size_t>(in->size));
+        for (int64_t i = 0; i < in->size; ++i)
+            CHECK_EQUAL(in->data[i], 0x5a);
+        infinity_aio_release(request);
+    }
+}
+
+// The decorator itself, over a transport that completes everything at once: order and lengths come out changed.
+class Instant final : public infinity::aio::Transport {
+public:
+    uint32_t capacity() const override { return 16; }
+    void start(uint32_t slot, const infinity::aio::Transfer &t) override { done_.push_back({slot, t.length}); }
+    size_t reap(infinity::aio::Completion *out, size_t room, bool) override {
+        const size_t count = std::min(room, done_.size());
+        std::copy_n(done_.begin(), count, out);
+        done_.erase(done_.begin(), done_.begin() + static_cast<ptrdiff_t>(count));
+        return count;
+    }
+    void wake() override {}
+
+private:
+    std::vector<infinity::aio::Completion> done_;
+};
+
+void decorator() {
+    infinity_aio_faults faults = no_faults();
+    faults.reorder = 1;
+    faults.short_probability = 0.5;
+    auto faulty = infinity::aio::make_faulty(std::make_unique<Instant>(), faults);
+    constexpr uint32_t COUNT = 16;
+    for (uint32_t slot = 0; slot < COUNT; ++slot)
+        faulty->start(slot, {0, false, 0, nullptr, BLOCK, slot, 0});
+    infinity::aio::Completion out[COUNT];
+    size_t count = 0;
+    while (count < COUNT)
+        count += faulty->reap(out + count, COUNT - count, true);
+    bool seen[COUNT] = {}, ordered = true;
+    int cut = 0;
+    for (uint32_t i = 0; i < COUNT; ++i) {
+        CHECK(!seen[out[i].slot]);
+        seen[out[i].slot] = true;
+        ordered = ordered && out[i].slot == i;
+        CHECK(out[i].result > 0 && out[i].result <= BLOCK && out[i].result % PAGE == 0);
+        cut += out[i].result < BLOCK;
+    }
+    CHECK(!ordered);
+    CHECK(cut > 0 && cut < static_cast<int>(COUNT));
+}
+
+void alignment() {
+    Directory directory;
+    File file(directory);
+    int64_t memory = 0, offset = 0;
+    const int64_t result = infinity_aio_alignment(file.direct >= 0 ? file.direct : file.buffered, &memory, &offset);
+    if (result == 0) {
+        CHECK(memory > 0 && (memory & (memory - 1)) == 0);
+        CHECK(offset > 0 && (offset & (offset - 1)) == 0);
+    } else {
+        CHECK(result == -ENOSYS || result == -EOPNOTSUPP);
+    }
+    CHECK_EQUAL(infinity_aio_alignment(-1, &memory, &offset), -EBADF);
+}
+
+int64_t available(int64_t backend) {
+    const infinity_aio_options options{backend, 8, BLOCK, 3, nullptr};
+    infinity_aio_engine *engine = nullptr;
+    const int64_t result = infinity_aio_open(&options, &engine);
+    if (result == 0)
+        infinity_aio_close(engine);
+    return result;
+}
+
+struct Test {
+    const char *name;
+    void (*body)(int64_t backend);
+};
+
+const Test TESTS[] = {
+    {"sizes_and_offsets", sizes_and_offsets},
+    {"odd_neighbours", odd_neighbours},
+    {"many_files_and_directions", many_files_and_directions},
+    {"many_threads", many_threads},
+    {"many_waiters", many_waiters},
+    {"forgotten", forgotten},
+    {"outlives_engine", outlives_engine},
+    {"nothing_to_do", nothing_to_do},
+    {"past_the_end", past_the_end},
+    {"bad_descriptors", bad_descriptors},
+    {"refuses_nonsense", refuses_nonsense},
+    {"file_size_limit", file_size_limit},
+    {"timeout", timeout},
+    {"short_transfers", short_transfers},
+    {"every_fault_at_once", every_fault_at_once},
+    {"failing_block", failing_block},
+    {"faults_repeat", faults_repeat},
+    {"no_write_after_failure", no_write_after_failure},
+};
+
+} // namespace
+
+int main() {
+    std::signal(SIGXFSZ, SIG_IGN); // as in Python: the write fails with EFBIG
+    int passed = 0;
+    alignment();
+    decorator();
+    passed += 2;
+    CHECK_EQUAL(available(INFINITY_AIO_THREADS), 0);
+    const char *names[] = {"io_uring", "aio", "threads"};
+    for (int64_t backend : {INFINITY_AIO_URING, INFINITY_AIO_KERNEL, INFINITY_AIO_THREADS}) {
+        if (const int64_t error = available(backend)) {
+            std::printf("%s cannot run here: %s\n", names[backend], std::strerror(static_cast<int>(-error)));
+            continue;
+        }
+        for (const Test &test : TESTS) {
+            if (std::getenv("VERBOSE"))
+                std::fprintf(stderr, "%s %s\n", names[backend], test.name);
+            test.body(backend);
+            ++passed;
+        }
+    }
+    std::printf("native/aio: %d passed, 0 failed\n", passed);
+    return 0;
+}
