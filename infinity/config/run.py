@@ -1,0 +1,38 @@
+"""The ``run`` block, which only ``infinity train`` reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+
+from infinity.config.values import Block, Count, Natural, Text, expected
+
+
+def _model(value: object) -> dict[str, Any] | str:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, dict):
+        return value
+    raise expected("an object that describes the built-in decoder, or the path of a model directory")
+
+
+class RunConfig(Block):
+    """What to train, on what, for how long."""
+
+    model: Annotated[dict[str, Any] | str, PlainValidator(_model, json_schema_input_type=Any)] | None = None
+    """Sizes of the built-in decoder (``{"layers": 12, ...}``), or the path of a Hugging Face model directory."""
+    data: Text = "stdlib"
+    """A text file, a directory of them, or "stdlib": the sources of Python's standard library."""
+    sequence_length: Count = 256
+    """Tokens per sample."""
+    steps: Count = 100
+    """Optimizer steps."""
+    seed: Natural = 0
+    output_dir: Text = "runs/latest"
+    checkpoint_every: Natural = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0 never evaluates."""
+    eval_batches: Count = 8
+    """Micro batches per evaluation."""
