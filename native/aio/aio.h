@@ -71,7 +71,7 @@ INFINITY_AIO_API int64_t infinity_aio_submit(infinity_aio_engine *engine, const 
 INFINITY_AIO_API int64_t infinity_aio_done(infinity_aio_request *request);
 
 // Waits until the request is done, from any number of threads, as often as wanted. Returns 0, or -errno with `failure`
-// filled in; -ETIMEDOUT when it was not done in time, which only a negative timeout rules out.
+// filled in, or 1 when it is not done in time; a negative timeout waits for as long as it takes.
 INFINITY_AIO_API int64_t infinity_aio_wait(infinity_aio_request *request, int64_t timeout_milliseconds,
                                            infinity_aio_failure *failure);
 

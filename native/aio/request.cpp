@@ -1,7 +1,6 @@
 // Completes requests and lets callers wait for them.
 #include "request.h"
 
-#include <cerrno>
 #include <chrono>
 
 int64_t infinity_aio_request::wait(int64_t timeout_milliseconds, infinity_aio_failure *failed) {
@@ -10,7 +9,7 @@ int64_t infinity_aio_request::wait(int64_t timeout_milliseconds, infinity_aio_fa
         if (timeout_milliseconds < 0)
             completed_.wait(lock, [this] { return done(); });
         else if (!completed_.wait_for(lock, std::chrono::milliseconds(timeout_milliseconds), [this] { return done(); }))
-            return -ETIMEDOUT;
+            return 1;
     }
     if (failed)
         *failed = failure;

@@ -1,0 +1,1 @@
+"""Swap files, the engines that move them, the stores on top."""
