@@ -1,0 +1,47 @@
+"""Turns errors into one paragraph on standard error, then an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from infinity.errors import ConfigError, InfinityError
+
+
+class Stopped(Exception):
+    """The run was asked to stop by a signal; ``told`` says in one sentence what is left of it."""
+
+    def __init__(self, signal_number: int, told: str) -> None:
+        self.signal_number = signal_number
+        super().__init__(told)
+
+
+@contextmanager
+def reported(*, debug: bool) -> Iterator[None]:
+    """Exit 1 on an error, 128 + the signal's number when stopped; ``debug`` lets the traceback through."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield
+    except Stopped as stopped:
+        errors.print(f"stopped: {stopped}", markup=False)
+        raise typer.Exit(128 + stopped.signal_number) from None
+    except KeyboardInterrupt:
+        errors.print("stopped: interrupted before the run had begun or while it was ending.", markup=False)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug or isinstance(error, typer.Exit):
+            raise
+        errors.print(f"error: {_paragraph(error)}", markup=False)
+        raise typer.Exit(1) from None
+
+
+def _paragraph(error: Exception) -> str:
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return "\n  - ".join([f"{len(error.problems)} problems:", *error.problems])
+    if isinstance(error, InfinityError):
+        return str(error)
+    told = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"{told} (--debug shows where)"
