@@ -169,14 +169,14 @@ def _touches(key: str, bad: str) -> bool:
 
 
 def _take_out(document: dict[str, Any], key: Key) -> None:
-    """Removes the deepest object entry that the key leads to."""
+    """Removes the deepest object entry that the key leads to, if an earlier fault has not removed it."""
     owner, name = document, key[0]
     value: Any = document
     for part in key:
         if not isinstance(value, dict) or part not in value:
             break
         owner, name, value = value, part, value[part]
-    del owner[str(name)]
+    owner.pop(str(name), None)
 
 
 def _ignored(block: BaseModel, at: Key = ()) -> Iterable[str]:

@@ -19,6 +19,10 @@ MAX_VALUES = 100_000
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
+class Refused:
+    """Stands where a value was that has no place in a config."""
+
+
 class Pairs(list[tuple[Any, Any]]):
     """An object as it stands in the file, so that a key given twice is not lost."""
 
@@ -108,7 +112,8 @@ class _Plain:
         if isinstance(value, Mapping):
             return self.object(value.items(), key, depth)
         if isinstance(value, list | tuple):
-            return [self.convert(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
+            items = (self.convert(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value))
+            return [item for item in items if not isinstance(item, Refused)]
         return self.refuse(
             f"`{key}` is a Python {type(value).__name__}, but it must be a JSON value: text, a number, true, false, "
             "null, a list or an object."
@@ -121,26 +126,28 @@ class _Plain:
                 self.refuse(f"A key in `{key or 'the config'}` is {name!r:.80}, but keys must be text.")
                 continue
             clean = self.text(name, f"{key}.{name!a}")
-            if clean is None:
+            if isinstance(clean, Refused):
                 continue
             dotted = f"{key}.{clean}" if key else clean
             if clean in found:
                 self.refuse(f"`{dotted}` is given twice; keep one of the two.")
                 continue
-            found[clean] = self.convert(value, dotted, depth + 1)
+            item = self.convert(value, dotted, depth + 1)
+            if not isinstance(item, Refused):
+                found[clean] = item
         return found
 
-    def text(self, value: str | os.PathLike[Any], key: str) -> str | None:
+    def text(self, value: str | os.PathLike[Any], key: str) -> str | Refused:
         raw = os.fspath(value)
         if isinstance(raw, str):
             clean = str.__str__(raw)  # the value of an enum that is also text
             if clean.isascii() or _is_unicode(clean):
                 return clean
-        self.refuse(f"`{key}` holds bytes that are not Unicode text.")
-        return None
+        return self.refuse(f"`{key}` holds bytes that are not Unicode text.")
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> Refused:
         self.problems.append(shown_path(problem))
+        return Refused()
 
 
 def _is_unicode(value: str) -> bool:

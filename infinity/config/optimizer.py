@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from infinity.config.values import Block, NoEffect, NotNegative, Object, expected, is_number, no_effect, text
+from infinity.config.values import AS_JSON, Block, NoEffect, NotNegative, Object, expected, is_number, no_effect, text
 
 TORCH_OPTIMIZERS = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -55,7 +55,7 @@ class AdamParams(Block):
     """``optimizer.params`` for Adam, AdamW, with DeepSpeed's defaults."""
 
     lr: NotNegative = 1e-3
-    betas: Annotated[tuple[float, float], PlainValidator(_betas, json_schema_input_type=list)] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], PlainValidator(_betas, json_schema_input_type=list), AS_JSON] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     bias_correction: bool = True

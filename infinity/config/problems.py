@@ -46,7 +46,7 @@ def shown(value: object) -> str:
     try:
         written = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
-        return f"a {type(value).__name__} too long to show" if isinstance(value, int) else f"a {type(value).__name__}"
+        return "a number too long to show" if isinstance(value, int) else f"a {type(value).__name__}"
     return written if len(written) <= 80 else f"{written[:60]}... ({len(written)} characters)"
 
 
@@ -57,7 +57,7 @@ def sentence(error: ErrorDetails, root: type[BaseModel], at: Key = ()) -> str:
     if kind == "extra_forbidden":
         return unknown_key(here, root, at)
     if kind == "missing":
-        return f"{name} is missing; {_article(error)}"
+        return f"{name} is missing; add it to `{dotted((*at, *here[:-1]))}`, since nothing can be assumed for it."
     if kind == "expected":
         must = str(error["ctx"]["phrase"])
     elif kind == "literal_error":
@@ -71,11 +71,6 @@ def sentence(error: ErrorDetails, root: type[BaseModel], at: Key = ()) -> str:
     else:
         must = EXPECTED.get(kind) or f"something else: {error['msg']}"
     return f"{name} is {shown(value)}, but it must be {must}{'' if must.endswith('?') else '.'}"
-
-
-def _article(error: ErrorDetails) -> str:
-    owner = dotted(error["loc"][:-1])
-    return f"add it{f' to `{owner}`' if owner else ''}, since nothing can be assumed for it."
 
 
 def unknown_key(here: Key, root: type[BaseModel], at: Key = ()) -> str:

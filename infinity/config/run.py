@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from infinity.config.values import Block, Count, Natural, Text, expected
+from infinity.config.values import AS_JSON, Block, Count, Natural, Text, expected
 
 
 def _model(value: object) -> dict[str, Any] | str:
@@ -20,7 +20,7 @@ def _model(value: object) -> dict[str, Any] | str:
 class RunConfig(Block):
     """What to train, on what, for how long."""
 
-    model: Annotated[dict[str, Any] | str, PlainValidator(_model, json_schema_input_type=Any)] | None = None
+    model: Annotated[dict[str, Any] | str, PlainValidator(_model, json_schema_input_type=Any), AS_JSON] | None = None
     """Sizes of the built-in decoder (``{"layers": 12, ...}``), or the path of a Hugging Face model directory."""
     data: Text = "stdlib"
     """A text file, a directory of them, or "stdlib": the sources of Python's standard library."""

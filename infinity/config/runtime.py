@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator
 
 from infinity.config.values import (
+    AS_JSON,
     Auto,
     AutoBytes,
     AutoCount,
@@ -61,6 +62,11 @@ def _units(value: object) -> tuple[str, ...] | Auto:
     raise expected('"auto", or a list of class names or module name patterns')
 
 
+Placement = Annotated[dict[StateKind, Tier] | Auto, PlainValidator(_placement, json_schema_input_type=Any), AS_JSON]
+Recompute = Annotated[dict[str, bool] | bool | Auto, PlainValidator(_recompute, json_schema_input_type=Any), AS_JSON]
+Units = Annotated[tuple[str, ...] | Auto, PlainValidator(_units, json_schema_input_type=Any), AS_JSON]
+
+
 class InfinityConfig(Block):
     """Per rank, as every budget here. ``"auto"`` leaves a value to the plan."""
 
@@ -71,13 +77,17 @@ class InfinityConfig(Block):
     nvme_space: AutoBytes = "auto"
     nvme_path: Directories | None = None
     """Swap directories, one per disk, for states whose offload block names none."""
-    placement: Annotated[dict[StateKind, Tier] | Auto, PlainValidator(_placement, json_schema_input_type=Any)] = "auto"
+    placement: Annotated[
+        dict[StateKind, Tier] | Auto, PlainValidator(_placement, json_schema_input_type=Any), AS_JSON
+    ] = "auto"
     """The tier of each state kind; a kind that is left out is placed by the plan."""
-    recompute: Annotated[dict[str, bool] | bool | Auto, PlainValidator(_recompute, json_schema_input_type=Any)] = "auto"
+    recompute: Annotated[
+        dict[str, bool] | bool | Auto, PlainValidator(_recompute, json_schema_input_type=Any), AS_JSON
+    ] = "auto"
     """Which units run again in backward instead of keeping their activations."""
     activations: Literal["device", "host", "nvme"] = "device"
     """The tier that keeps the inputs of recomputed units."""
-    units: Annotated[tuple[str, ...] | Auto, PlainValidator(_units, json_schema_input_type=Any)] = "auto"
+    units: Units = "auto"
     """Class names or module name patterns whose parameters move together."""
     tile_bytes: AutoSomeBytes = "auto"
     """Linears above this become tiles."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from infinity.config.optimizer import by_name
-from infinity.config.values import Block, Count, Natural, NotNegative, Object, counted, expected, is_number
+from infinity.config.values import AS_JSON, Block, Count, Natural, NotNegative, Object, counted, expected, is_number
 
 WARMUP_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 TORCH_SCHEDULERS = (
@@ -33,7 +33,7 @@ def _rates(value: object) -> float | tuple[float, ...]:
     raise expected("a learning rate of at least 0, or a list of them, one per parameter group")
 
 
-Rates = Annotated[float | tuple[float, ...], PlainValidator(_rates, json_schema_input_type=Any)]
+Rates = Annotated[float | tuple[float, ...], PlainValidator(_rates, json_schema_input_type=Any), AS_JSON]
 
 
 class _Warmup(Block):

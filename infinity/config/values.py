@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
@@ -129,6 +130,17 @@ def object_of_anything(value: object) -> dict[str, Any]:
     raise expected("an object")
 
 
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_as_json(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+AS_JSON = PlainSerializer(_as_json)
+"""Writes a value as it stands in a file; without it pydantic warns about the shapes that a validator made itself."""
+
 Count = Annotated[int, counted(1)]
 Natural = Annotated[int, counted(0)]
 AutoCount = Annotated[int | Auto, or_auto(counted(1))]
@@ -143,6 +155,6 @@ Text = Annotated[str, PlainValidator(text, json_schema_input_type=str)]
 Directories = Annotated[
     tuple[str, ...],
     PlainValidator(directories, json_schema_input_type=Any),
-    PlainSerializer(lambda paths: list(paths) if paths is not None else None),
+    AS_JSON,
 ]
 Object = Annotated[dict[str, Any], PlainValidator(object_of_anything, json_schema_input_type=dict)]
