@@ -50,7 +50,6 @@ test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
 
 clean:  ## remove what was built; .venv and runs/ stay
-	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build native/*/tests/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f infinity/_native/*.so infinity/_native/*.missing.txt $(VENV)/.installed
 	find infinity tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
-	@set -e; for directory in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$directory clean; done

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -93,8 +94,8 @@ class BuildNative(build_ext):
     """Puts each library beside infinity/_native/library.py, in the wheel or (inplace, editable) in the checkout."""
 
     def run(self) -> None:
-        for library in self.extensions:
-            self.build_library(library)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.build_library, self.extensions))
 
     def build_library(self, native: NativeLibrary) -> None:
         target = self.target_directory() / native.library
