@@ -89,7 +89,7 @@ class NativeKernels:
         grad: torch.Tensor,
         out: torch.Tensor | None,
     ) -> None:
-        """Moves the bytes that ``adam`` moves and computes nothing, for a roofline. Destroys its arguments."""
+        """Moves the bytes that ``adam`` moves and computes nothing, for a roofline. Leaves rubbish in out."""
         check_adam(master, exp_avg, exp_avg_sq, grad, out)
         _accepted(self._native.infinity_cpu_adam_move(*self._head, *_buffers(master, exp_avg, exp_avg_sq, grad, out)))
 

@@ -90,8 +90,7 @@ def _adam(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor,
         m.copy_(g + (g - m) * -s.beta1)
     v.copy_(v * s.beta2 + (g * s.one_minus_beta2) * g)
     root = v.double().sqrt().float()  # no root of an fp32 number lies close enough to a tie for two roundings to differ
-    denominator = root / s.root_correction2 + s.eps
-    p.sub_((m * s.step_size) / denominator)
+    p.sub_((m * s.step_size) / (root + s.eps))
 
 
 def _narrow(out: torch.Tensor, p: torch.Tensor) -> None:

@@ -32,7 +32,6 @@ struct Avx2Lane {
     static reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
     static reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
     static reg sqrt(reg a) { return _mm256_sqrt_ps(a); }
-    static reg bit_xor(reg a, reg b) { return _mm256_xor_ps(a, b); }
 
     static __m128i load_16(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     static void store_16(uint16_t* p, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), x); }

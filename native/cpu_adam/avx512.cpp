@@ -36,7 +36,6 @@ struct Avx512Lane {
     static reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
     static reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
     static reg sqrt(reg a) { return _mm512_sqrt_ps(a); }
-    static reg bit_xor(reg a, reg b) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_castps_si512(b))); }
 
     static __m256i load_16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_16(uint16_t* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }

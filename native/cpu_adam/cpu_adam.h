@@ -31,9 +31,8 @@ struct InfinityAdamScalars {
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    float root_correction2;    // sqrt(1 - beta2^step)
-    float eps;
-    float step_size;           // lr / (1 - beta1^step)
+    float eps;                 // eps * sqrt(1 - beta2^step)
+    float step_size;           // lr * sqrt(1 - beta2^step) / (1 - beta1^step)
 };
 
 // 1 if this machine and this build can run the kernels of `isa`, else 0.
@@ -51,7 +50,7 @@ int64_t infinity_cpu_adam_accumulate(int32_t isa, int32_t threads, int64_t n, fl
 // double-double, and so are the groups of 64: the result does not depend on the thread count. finite is 0 if x holds an infinity or a NaN.
 int64_t infinity_cpu_adam_sum_of_squares(int32_t isa, int32_t threads, int64_t n, const void* x, int32_t dtype, double* hi, double* lo, int32_t* finite);
 
-// Reads and writes exactly the bytes of infinity_cpu_adam_step and computes nothing: the roofline bench/adam.py divides by. Destroys its arguments.
+// Reads and writes exactly the bytes of infinity_cpu_adam_step and computes nothing: the roofline that bench/adam.py divides by. Leaves rubbish in out.
 int64_t infinity_cpu_adam_move(int32_t isa, int32_t threads, int64_t n, float* master, float* exp_avg, float* exp_avg_sq, const void* grad,
                                int32_t grad_dtype, void* out, int32_t out_dtype);
 }

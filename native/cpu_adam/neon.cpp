@@ -25,7 +25,6 @@ struct NeonLane {
     static reg mul(reg a, reg b) { return vmulq_f32(a, b); }
     static reg div(reg a, reg b) { return vdivq_f32(a, b); }
     static reg sqrt(reg a) { return vsqrtq_f32(a); }
-    static reg bit_xor(reg a, reg b) { return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b))); }
 
     static reg load(Fp32, const float* p) { return vld1q_f32(p); }
     static reg load(Bf16, const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }

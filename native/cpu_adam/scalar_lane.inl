@@ -4,18 +4,19 @@
 
 struct Fp32 {
     using type = float;
-    static constexpr int32_t dtype = INFINITY_FP32;
+    static constexpr bool narrow = false;
 };
 struct Bf16 {
     using type = uint16_t;
-    static constexpr int32_t dtype = INFINITY_BF16;
+    static constexpr bool narrow = true;
 };
 struct Fp16 {
     using type = uint16_t;
-    static constexpr int32_t dtype = INFINITY_FP16;
+    static constexpr bool narrow = true;
 };
 struct NoOutput {
     using type = void;
+    static constexpr bool narrow = false;
 };
 
 inline uint32_t bits_of(float x) {
@@ -43,7 +44,6 @@ struct ScalarLane {
     static reg mul(reg a, reg b) { return a * b; }
     static reg div(reg a, reg b) { return a / b; }
     static reg sqrt(reg a) { return __builtin_sqrtf(a); }
-    static reg bit_xor(reg a, reg b) { return float_of(bits_of(a) ^ bits_of(b)); }
 
     static reg load(Fp32, const float* p) { return *p; }
     static reg load(Bf16, const uint16_t* p) { return float_of(static_cast<uint32_t>(*p) << 16); }
