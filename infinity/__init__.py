@@ -1,3 +1,43 @@
-"""Trains models that do not fit the accelerator, by moving their states between device, host, NVMe."""
+"""Trains models that do not fit, bit for bit as if they did."""
+
+from infinity.config import Config
+from infinity.engine.access import (
+    gathered,
+    get_full_grad,
+    get_full_optimizer_state,
+    get_full_param,
+    set_full_param,
+)
+from infinity.engine.engine import Engine
+from infinity.engine.initialize import initialize
+from infinity.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    InfinityError,
+    NonFiniteError,
+    OffloadedError,
+    ScheduleError,
+    StorageError,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "InfinityError",
+    "NonFiniteError",
+    "OffloadedError",
+    "ScheduleError",
+    "StorageError",
+    "gathered",
+    "get_full_grad",
+    "get_full_optimizer_state",
+    "get_full_param",
+    "initialize",
+    "set_full_param",
+]

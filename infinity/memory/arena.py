@@ -105,17 +105,15 @@ class SlabPool:
         return self._ready(slab)
 
     def put(self, slab: Slab, free_after: Ticket | None = None) -> None:
-        """Returns a slab; the next taker waits for ``free_after`` before it may write."""
+        """Returns a slab; the next taker waits for ``free_after``, until when the slab counts as in use."""
         slab.free_after = free_after
-        if self._poison and free_after is None:
-            slab.memory.fill_(0xFF)
-        self._arena.vacate(self.nbytes)
+        if free_after is None:
+            self._vacate(slab)
         with self._returned:
             self._free.append(slab)
             self._returned.notify()
 
     def _ready(self, slab: Slab) -> Slab:
-        self._arena.occupy(self.nbytes)
         if slab.free_after is not None:
             ticket, slab.free_after = slab.free_after, None
             try:
@@ -123,6 +121,11 @@ class SlabPool:
             except BaseException:
                 self.put(slab)
                 raise
-            if self._poison:
-                slab.memory.fill_(0xFF)
+            self._vacate(slab)
+        self._arena.occupy(self.nbytes)
         return slab
+
+    def _vacate(self, slab: Slab) -> None:
+        if self._poison:
+            slab.memory.fill_(0xFF)
+        self._arena.vacate(self.nbytes)

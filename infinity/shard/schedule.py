@@ -56,6 +56,10 @@ class Schedule:
         nearest = bisect_left(places, self._cursor)
         return places[nearest] - self._cursor if nearest < len(places) else math.inf
 
+    def order(self) -> list[int]:
+        """Units in the order in which a step first needs them: this step's if it has begun, else the prediction."""
+        return list(dict.fromkeys(self._trace or self._order))
+
     def end_step(self) -> None:
         """Makes what was just recorded the prediction."""
         if self._trace:

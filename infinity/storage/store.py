@@ -37,6 +37,10 @@ class Lease(Protocol):
         """Ends the loan; what was leased for writing goes back behind the caller's back."""
         ...
 
+    def abandon(self) -> None:
+        """Ends the loan after an error: nothing is written back."""
+        ...
+
 
 class Store(Protocol):
     """One kind of state of every unit, addressed by unit and byte range.
@@ -52,6 +56,10 @@ class Store(Protocol):
 
     def resident(self, unit: int) -> torch.Tensor | None:
         """All bytes of ``unit`` where they can be addressed in place, else None."""
+        ...
+
+    def is_settled(self, unit: int) -> bool:
+        """Whether a read of ``unit`` would start without waiting for a write."""
         ...
 
     def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
@@ -79,6 +87,9 @@ class MemoryLease:
     def release(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 class MemoryStore:
     """State that stays in one place of an arena; leases are views."""
@@ -92,6 +103,9 @@ class MemoryStore:
 
     def resident(self, unit: int) -> torch.Tensor | None:
         return self._regions[unit]
+
+    def is_settled(self, unit: int) -> bool:
+        return True
 
     def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
         into.copy_(self._regions[unit][start : start + into.numel()])
@@ -161,14 +175,10 @@ class FileLease:
         return self._bytes
 
     def release(self) -> None:
-        if not self.ticket.done():
-            self._pool.put(self._slab, self.ticket)
-            return
         written = self._store.write(self._unit, self._start, self._bytes) if self.dirty else None
         self._pool.put(self._slab, written)
 
     def abandon(self) -> None:
-        """Ends the loan without writing back, for use after an error."""
         self._pool.put(self._slab, self.ticket)
 
 
@@ -202,7 +212,6 @@ class FileStore:
         return None
 
     def is_settled(self, unit: int) -> bool:
-        """Whether a read of ``unit`` would start without waiting for a write."""
         with self._lock:
             return all(ticket.done() for _, _, ticket in self._extents[unit].writes)
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from infinity.errors import StorageError
 from infinity.storage.swap_file import SwapFile, open_file
@@ -44,7 +44,9 @@ class SwapDirectory:
             except OSError as error:
                 raise self._refused("cannot create a swap directory in", error) from None
             self._lock = os.open(
-                os.path.join(self.path, LOCK_NAME), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                os.path.join(self.path, LOCK_NAME),
+                os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o600,
             )
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -79,10 +81,9 @@ class SwapDirectory:
             os.close(self._lock)
             self._lock = -1
             if self._made_root:
-                try:
+                # Not if another engine still works there, or the user put something in.
+                with suppress(OSError):
                     os.rmdir(self.root)
-                except OSError:
-                    pass  # another engine still works there, or the user put something in
 
     def _ensure_root(self) -> bool:
         try:

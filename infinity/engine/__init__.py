@@ -1,0 +1,1 @@
+"""The engine: a model attached to its streams, stepped as a whole."""

@@ -1,0 +1,143 @@
+"""Full values of single parameters, whatever tier they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.runtime import Runtime
+from infinity.engine.streamed import read_slot, write_slot
+from infinity.errors import OffloadedError
+from infinity.tier import StateKind
+
+
+def _owner(parameter: torch.Tensor) -> Runtime:
+    owner = getattr(parameter, "_owner", None)
+    if not isinstance(parameter, OffloadedParameter) or not isinstance(owner, Runtime):
+        raise OffloadedError(
+            f"expected a parameter of a model that infinity.initialize attached, given a {type(parameter).__name__} of "
+            f"shape {tuple(parameter.shape)}"
+        )
+    owner.check()
+    return owner
+
+
+def _read(parameter: OffloadedParameter, kind: StateKind) -> torch.Tensor:
+    owner = _owner(parameter)
+    index, slot = parameter._place
+    unit = owner.units[index].unit
+    dtype = owner.placement.dtype(kind, unit)
+    return read_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype)
+
+
+def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of the parameter's most precise value: fp32 on the CPU, in its shape. Waits for updates under way."""
+    owner = _owner(parameter)
+    assert isinstance(parameter, OffloadedParameter)
+    owner.settle()
+    unit = owner.units[parameter._place[0]].unit
+    kind = StateKind.MASTER if owner.placement.has(StateKind.MASTER, unit) else StateKind.PARAM
+    return _read(parameter, kind).float()
+
+
+def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Replaces the parameter's value, its fp32 master included. ``value`` has its shape, any floating dtype."""
+    owner = _owner(parameter)
+    assert isinstance(parameter, OffloadedParameter)
+    if tuple(value.shape) != tuple(parameter.shape):
+        raise ValueError(
+            f"{parameter._name} has shape {tuple(parameter.shape)}; the value given has {tuple(value.shape)}"
+        )
+    owner.settle()
+    index, slot = parameter._place
+    unit = owner.units[index].unit
+    with torch.no_grad():
+        for kind in (StateKind.PARAM, StateKind.MASTER):
+            if owner.placement.has(kind, unit):
+                write_slot(
+                    owner.stores[kind], unit, unit.layout.slots[slot], owner.placement.dtype(kind, unit), value.detach()
+                )
+    owner.params.drop_all()
+
+
+def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient accumulated so far in this step, averaged over micro-batches, unscaled: fp32 on the CPU, or None."""
+    owner = _owner(parameter)
+    assert isinstance(parameter, OffloadedParameter)
+    index, slot = parameter._place
+    if not owner.units[index].unit.trainable:
+        return None
+    gradient = owner.grads.read(index, slot)
+    return gradient if gradient is None else gradient / owner.loss_scale()
+
+
+def get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A copy of ``exp_avg`` or ``exp_avg_sq``: fp32 on the CPU, in the parameter's shape."""
+    owner = _owner(parameter)
+    assert isinstance(parameter, OffloadedParameter)
+    kinds = {kind.value: kind for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)}
+    if name not in kinds:
+        raise ValueError(f'optimizer state "{name}" does not exist; expected one of {", ".join(kinds)}')
+    if not owner.units[parameter._place[0]].unit.trainable:
+        raise OffloadedError(f"{parameter._name} is frozen; it has no optimizer state")
+    owner.settle()
+    return _read(parameter, kinds[name])
+
+
+@contextmanager
+def gathered(
+    parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor], modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Inside, the given parameters (or a module's) have real values, in RAM outside the budgets.
+
+    In-place changes are kept, fp32 masters included, if this rank is ``modifier_rank`` or the only one.
+    """
+    members: Iterable[torch.Tensor]
+    if isinstance(parameters, nn.Module):
+        members = parameters.parameters()
+    else:
+        members = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    offloaded = [p for p in dict.fromkeys(members) if isinstance(p, OffloadedParameter)]
+    if not offloaded:
+        yield
+        return
+    owner = _owner(offloaded[0])
+    owner.settle()
+    values = [nn.Parameter(_read(p, StateKind.PARAM), requires_grad=p.requires_grad) for p in offloaded]
+    versions = [value._version for value in values]
+    shown = [_show(owner, p, value) for p, value in zip(offloaded, values, strict=True)]
+    try:
+        yield
+    finally:
+        for placeholder, undo in zip(offloaded, shown, strict=True):
+            owner.gathered.pop(id(placeholder), None)
+            for home, name in undo:
+                home[name] = placeholder
+    for placeholder, value, version in zip(offloaded, values, versions, strict=True):
+        if value._version != version:
+            set_full_param(placeholder, value.detach())
+
+
+def _show(owner: Runtime, placeholder: OffloadedParameter, value: nn.Parameter) -> list[tuple[dict[str, object], str]]:
+    index, slot = placeholder._place
+    homes = owner.units[index].homes[slot]
+    for parameters, name in homes:
+        parameters[name] = value
+    owner.gathered[id(placeholder)] = value
+    return homes
+
+
+def full_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                yield prefix + name, get_full_param(parameter)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield prefix + name, buffer.detach().cpu().clone()

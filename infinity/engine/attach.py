@@ -1,0 +1,98 @@
+"""Moves a model's parameters onto their tiers, leaving placeholders in its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.runtime import BoundUnit
+from infinity.engine.streamed import FlatWriter, read_slot
+from infinity.plan.placement import Placement
+from infinity.shard.partition import Partition
+from infinity.storage.store import Store
+from infinity.tier import StateKind
+
+
+def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> list[BoundUnit]:
+    """Units with placeholders and the places in ``model`` where each parameter is seen; nothing is moved yet."""
+    modules = dict(model.named_modules())
+    bound = []
+    for unit in partition.units:
+        placeholders = []
+        homes = []
+        for number, (slot, slot_homes) in enumerate(zip(unit.layout.slots, unit.homes, strict=True)):
+            path, attribute = slot_homes[0]
+            parameter = modules[path]._parameters[attribute]
+            assert parameter is not None
+            placeholder = OffloadedParameter(
+                slot.shape, unit.layout.dtype, device, parameter.requires_grad, slot.name, _NOBODY, (unit.index, number)
+            )
+            placeholders.append(placeholder)
+            homes.append([(modules[home]._parameters, name) for home, name in slot_homes])
+        bound.append(BoundUnit(unit, placeholders, homes))
+    return bound
+
+
+class _Nobody:
+    """Owner of placeholders while a model is being attached."""
+
+    def _refuse(self, *arguments: object) -> None:
+        raise AssertionError("a placeholder was used before its engine was complete")
+
+    touched = gradient = set_gradient = finish = _refuse
+
+
+_NOBODY = _Nobody()
+
+
+def store_values(
+    bound: list[BoundUnit],
+    placement: Placement,
+    stores: dict[StateKind, Store],
+    read: Callable[[nn.Parameter], torch.Tensor],
+) -> None:
+    """Writes every parameter to its tier, in compute dtype and as fp32 master, freeing the original as it goes.
+
+    Afterwards each original Python object is the placeholder, so that references kept elsewhere (an optimizer's
+    groups, a list of the user's) go on meaning the same parameter.
+    """
+    for unit in bound:
+        originals = [parameters[name] for homes in unit.homes for parameters, name in homes[:1]]
+        writers = [FlatWriter(stores[StateKind.PARAM], unit.unit, unit.unit.layout.dtype)]
+        if placement.has(StateKind.MASTER, unit.unit):
+            writers.append(FlatWriter(stores[StateKind.MASTER], unit.unit, torch.float32))
+        for number, original in enumerate(originals):
+            with torch.no_grad():
+                value = read(original).reshape(-1)
+                for writer in writers:
+                    writer.write(unit.unit.layout.slots[number], value)
+            del value
+            unit.placeholders[number] = _replace(original, unit.placeholders[number])
+            for parameters, name in unit.homes[number]:
+                parameters[name] = unit.placeholders[number]
+        for writer in writers:
+            writer.close()
+
+
+def _replace(original: nn.Parameter, placeholder: OffloadedParameter) -> OffloadedParameter:
+    """Makes ``original`` itself the placeholder where torch allows it; frees its values in any case."""
+    placeholder.__dict__.update({k: v for k, v in original.__dict__.items() if k not in placeholder.__dict__})
+    try:
+        torch.utils.swap_tensors(original, placeholder)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        return placeholder
+    placeholder.data = torch.empty(0, dtype=placeholder.dtype)
+    return original  # type: ignore[return-value]
+
+
+def restore_values(bound: Sequence[BoundUnit], stores: dict[StateKind, Store]) -> None:
+    """Gives every module real parameters back, in RAM in the compute dtype."""
+    for unit in bound:
+        for slot, placeholder in zip(unit.unit.layout.slots, unit.placeholders, strict=True):
+            value = read_slot(stores[StateKind.PARAM], unit.unit, slot, unit.unit.layout.dtype)
+            real = nn.Parameter(value, requires_grad=placeholder.requires_grad)
+            torch.utils.swap_tensors(placeholder, real)  # type: ignore[no-untyped-call]

@@ -1,0 +1,227 @@
+"""The composition root: from a model with a config to a running engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity._native.cpu_adam import Kernels, open_kernels
+from infinity.comm import Group, open_group
+from infinity.config import Config
+from infinity.device.cpu import CpuDevice
+from infinity.device.lane import Lane
+from infinity.errors import ConfigError
+from infinity.memory.arena import Arena, SlabPool
+from infinity.memory.host import HostMemory
+from infinity.obs.ledger import Ledger
+from infinity.optim.updater import Updater
+from infinity.plan import Plan, plan_memory
+from infinity.plan.memory import slab_classes, staging_bytes_per_element
+from infinity.plan.placement import STREAMED_KINDS
+from infinity.shard.partition import Partition, partition
+from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
+from infinity.storage.store import Extent, FileStore, MemoryStore, Store
+from infinity.storage.swap_directory import SwapDirectory
+from infinity.stream.grads import GradStream
+from infinity.stream.params import ParamStream
+from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
+
+log = logging.getLogger("infinity")
+
+COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Injected:
+    """What tests put between the parts: NaN in freed slabs, jitter in lanes, faults in I/O, another read-ahead."""
+
+    poison: bool = False
+    delay: Callable[[], None] | None = None
+    faults: Faults | None = None
+    read_ahead: int | None = None
+
+
+@dataclass
+class Parts:
+    """Everything an engine owns, in the order in which it is built; closed in reverse."""
+
+    config: Config
+    group: Group
+    device: CpuDevice
+    partition: Partition
+    plan: Plan
+    ledger: Ledger
+    kernels: Kernels
+    arenas: dict[Tier, Arena]
+    memories: list[HostMemory]
+    swap: list[SwapDirectory] = field(default_factory=list)
+    io: IoEngine | None = None
+    stores: dict[StateKind, Store] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
+    params: ParamStream = None  # type: ignore[assignment]
+    grads: GradStream = None  # type: ignore[assignment]
+    updater: Updater = None  # type: ignore[assignment]
+
+    def settle(self) -> None:
+        """Waits until every update has been made and every write has reached its tier."""
+        self.params.settle()
+        self.grads.settle()
+        for store in self.stores.values():
+            store.settle()
+
+    def close(self) -> None:
+        """Ends threads, closes files, removes swap, gives memory back."""
+        for lane in self.lanes:
+            lane.close()
+        if self.io is not None:
+            self.io.close()
+        for directory in self.swap:
+            directory.remove()
+        for memory in self.memories:
+            memory.free()
+
+
+def plan_for(model: nn.Module, config: Config, *, world_size: int = 1) -> tuple[Partition, Plan]:
+    """The units of a model, which may be on the meta device, with the plan for them."""
+    units = config.infinity.units
+    found = partition(
+        model, units if isinstance(units, str) else list(units), COMPUTE_DTYPES[config.param_dtype], world_size
+    )
+    return found, plan_memory(found, config)
+
+
+def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:
+    """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
+    group = open_group()
+    if config.infinity.device == "cuda":
+        raise ConfigError(
+            'infinity.device is "cuda"; this version computes on the CPU only. Leave it out or set it to "cpu"'
+        )
+    found, plan = plan_for(model, config, world_size=group.world_size)
+    if injected.read_ahead is not None:
+        plan = plan_memory(found, config, read_ahead=injected.read_ahead)
+    threads = config.infinity.adam_threads
+    kernels = open_kernels(config.infinity.isa, 0 if threads == "auto" else threads)
+    device = CpuDevice()
+    memories: list[HostMemory] = []
+    arenas = {}
+    for tier in (Tier.DEVICE, Tier.HOST):
+        memory = device.allocate(plan.total(tier)) if tier is Tier.DEVICE else HostMemory(plan.total(tier))
+        memories.append(memory)
+        arenas[tier] = Arena(tier, memory.bytes)
+    parts = Parts(config, group, device, found, plan, Ledger(), kernels, arenas, memories)
+    try:
+        _open_stores(parts, injected)
+        _wire(parts, injected)
+    except BaseException:
+        parts.close()
+        raise
+    log.info("%s", plan.render())
+    return parts
+
+
+def _open_stores(parts: Parts, injected: Injected) -> None:
+    placement, partition = parts.plan.placement, parts.partition
+    on_nvme = [kind for kind in STREAMED_KINDS if placement[kind] is Tier.NVME and placement.total(kind, partition)]
+    if on_nvme:
+        aio = parts.config.aio
+        parts.io = open_io_engine(
+            parts.config.infinity.io_engine,
+            queue_depth=32 if aio.queue_depth == "auto" else aio.queue_depth,
+            block_size=1 << 20 if aio.block_size == "auto" else aio.block_size,
+            threads=4 if aio.threads == "auto" else aio.threads,
+            faults=injected.faults,
+        )
+    extents = _reserve_swap(parts, on_nvme)
+    staging = staging_bytes_per_element(placement, [unit for unit in partition.units if unit.trainable])
+    for kind in STREAMED_KINDS:
+        if placement[kind] is not Tier.NVME:
+            arena = parts.arenas[placement[kind]]
+            regions = {
+                unit.index: arena.resident(placement.nbytes(kind, unit), kind.value)
+                for unit in partition.units
+                if placement.has(kind, unit)
+            }
+            parts.stores[kind] = MemoryStore(placement[kind], regions)
+            continue
+        pool = None
+        if kind in staging:
+            nbytes = parts.plan.subgroup_numel * staging[kind]
+            pool = SlabPool(
+                parts.arenas[Tier.HOST], parts.plan.ring, nbytes, f"{kind.value} staging", poison=injected.poison
+            )
+        if parts.io is not None:
+            parts.stores[kind] = FileStore(parts.io, extents.get(kind, {}), parts.ledger, pool)
+
+
+def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, dict[int, Extent]]:
+    """One file per kind in each directory, units dealt out in turn; every byte is reserved before one is written."""
+    placement = parts.plan.placement
+    dealt: dict[StateKind, dict[int, tuple[str, int, int]]] = {}
+    sizes: dict[str, dict[StateKind, int]] = {}
+    for kind in kinds:
+        directories = parts.config.swap_directories(kind)
+        dealt[kind] = {}
+        members = [unit for unit in parts.partition.units if placement.has(kind, unit)]
+        for turn, unit in enumerate(members):
+            directory = os.path.abspath(directories[turn % len(directories)])
+            used = sizes.setdefault(directory, {}).setdefault(kind, 0)
+            nbytes = round_up(placement.nbytes(kind, unit), PAGE_BYTES)
+            dealt[kind][unit.index] = (directory, used, nbytes)
+            sizes[directory][kind] = used + nbytes
+    files = {}
+    for directory, by_kind in sizes.items():
+        owned = SwapDirectory(directory, rank=parts.group.rank, nbytes=sum(by_kind.values()))
+        parts.swap.append(owned)
+        for kind, nbytes in by_kind.items():
+            files[directory, kind] = owned.create(kind.value, nbytes)
+    return {
+        kind: {
+            index: Extent(files[directory, kind], offset, nbytes)
+            for index, (directory, offset, nbytes) in units.items()
+        }
+        for kind, units in dealt.items()
+    }
+
+
+def _wire(parts: Parts, injected: Injected) -> None:
+    plan, units = parts.plan, parts.partition.units
+    trained = [unit for unit in units if unit.trainable]
+    fetch, update = Lane("fetch", injected.delay), Lane("update", injected.delay)
+    parts.lanes = [update, fetch]
+    pools = _pools(parts, Tier.DEVICE, plan.param_slabs, "parameter slabs", injected)
+    sizes = _slab_bytes(units, [unit.layout.nbytes() for unit in units]) if pools else {}
+    prefetch = parts.config.infinity.prefetch_units
+    parts.params = ParamStream(
+        units,
+        parts.stores[StateKind.PARAM],
+        pools,
+        sizes,
+        fetch,
+        parts.ledger,
+        None if prefetch == "auto" else prefetch,
+    )
+    pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient staging", injected)
+    sizes = _slab_bytes(trained, [plan.placement.nbytes(StateKind.GRAD, unit) for unit in trained]) if pools else {}
+    grads = parts.stores.get(StateKind.GRAD, MemoryStore(Tier.HOST, {}))
+    parts.grads = GradStream(units, grads, pools, sizes, parts.kernels, parts.ledger)
+    parts.updater = Updater(
+        plan.placement, parts.stores, parts.kernels, plan.subgroup_numel, plan.read_ahead, update, parts.ledger
+    )
+
+
+def _pools(parts: Parts, tier: Tier, counts: dict[int, int], purpose: str, injected: Injected) -> dict[int, SlabPool]:
+    return {
+        nbytes: SlabPool(parts.arenas[tier], count, nbytes, purpose, poison=injected.poison)
+        for nbytes, count in counts.items()
+    }
+
+
+def _slab_bytes(units: Iterable[Any], sizes: list[int]) -> dict[int, int]:
+    return {unit.index: nbytes for nbytes, members in slab_classes(list(units), sizes).items() for unit in members}

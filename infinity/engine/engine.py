@@ -1,0 +1,304 @@
+"""The engine that users hold: call it, backward, step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.engine.attach import restore_values
+from infinity.engine.build import Parts
+from infinity.engine.runtime import Runtime
+from infinity.engine.unit_function import EntryModule
+from infinity.errors import InfinityError, ScheduleError
+from infinity.optim.facade import StreamedAdam
+from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
+from infinity.optim.updater import UnitUpdate, pieces_of
+from infinity.plan import Plan
+from infinity.tier import Tier
+
+log = logging.getLogger("infinity")
+
+
+class Engine:
+    """A model in training whose states stream between tiers.
+
+    ``engine(x)`` is ``model(x)``; ``engine.backward(loss)`` deposits gradients; ``engine.step()`` acts at every
+    ``gradient_accumulation_steps``-th call, returning while updates are still in flight: whoever needs an updated
+    value next waits for exactly that value.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        runtime: Runtime,
+        entries: list[EntryModule],
+        scaler: LossScaler,
+        group_of: dict[tuple[int, int], int],
+    ) -> None:
+        self.module = module
+        self.config = parts.config
+        self.optimizer: StreamedAdam | None = None
+        self.lr_scheduler: LRScheduler | None = None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self._parts = parts
+        self._runtime = runtime
+        self._entries = entries
+        self._scaler = scaler
+        self._guard = NonFiniteGuard(parts.config.infinity.non_finite_limit)
+        self._batch = parts.config.resolve_batch(parts.group.world_size)
+        self._group_of = group_of
+        self._steps_of: dict[tuple[int, int], int] = {}
+        self._norm: float | None = None
+        self._applied = False
+        self._traffic_mark = (0, 0)
+        self._last_traffic = (0, 0)
+        self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
+        self._synchronise_scale()
+        self._finalizer = weakref.finalize(self, parts.close)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # Training ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of ``loss`` divided by the accumulation steps, times the loss scale; gradients are deposited."""
+        self._runtime.check()
+        factor = self._scaler.scale / (self.gradient_accumulation_steps if scale_wrt_gas else 1)
+        self._runtime.loss_is_scaled = True
+        try:
+            scaled = loss if factor == 1.0 else loss.float() * factor
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._runtime.loss_is_scaled = False
+        return loss
+
+    def step(self) -> None:
+        """One micro-step; at the accumulation boundary the optimizer step, unless a gradient is not finite."""
+        runtime = self._runtime
+        runtime.check()
+        if runtime.frames:
+            raise ScheduleError("step() was called inside the model's forward or backward")
+        if self.optimizer is None:
+            raise ScheduleError(
+                'step() needs an optimizer: this engine was made for inference. Give the config an "optimizer" block '
+                "or pass one to infinity.initialize(optimizer=...)"
+            )
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if not boundary:
+            return
+        with self._parts.ledger.phase("step"), self._watched():
+            self._step()
+        if self.lr_scheduler is not None and self._applied:
+            self.lr_scheduler.step()
+
+    def _step(self) -> None:
+        grads, scale = self._parts.grads, self._scaler.scale
+        total = grads.total()
+        self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
+        self.global_steps += 1
+        self._scaler.update(overflow=not total.finite)
+        if not total.finite:
+            self.skipped_steps += 1
+            grads.reset()
+            excused = self._scaler.dynamic and not self._scaler.exhausted
+            self._runtime.say_once(
+                f"step {self.global_steps} was skipped: the gradient of {total.culprit} is not finite"
+                + (f"; the loss scale is now {self._scaler.scale:g}" if self._scaler.dynamic else "")
+            )
+            self._synchronise_scale()
+            self._guard.update(total.culprit, excused=excused)
+            return
+        self._guard.update(None, excused=False)
+        clip = self.config.gradient_clipping
+        coefficient = min(1.0, clip / (self._norm + 1e-6)) if clip else 1.0
+        updates = self._updates(coefficient / scale)
+        tickets = self._parts.updater.start(updates)
+        for update in updates:
+            self._runtime.units[update.unit.index].generation += 1
+        grads.reset()
+        self._parts.params.invalidate(tickets)
+        self._applied = True
+        self._synchronise_scale()
+        self._note_traffic()
+
+    def _updates(self, grad_scale: float) -> list[UnitUpdate]:
+        """What this step does, in the order in which forward will need it."""
+        assert self.optimizer is not None
+        arguments = self.optimizer.arguments
+        updates = []
+        for index in self._parts.params.forward_order():
+            unit = self._parts.partition.units[index]
+            if not unit.trainable:
+                continue
+            deposited = self._parts.grads.deposited(index)
+            for slot, has in enumerate(deposited):
+                if has:
+                    self._steps_of[index, slot] = self._steps_of.get((index, slot), 0) + 1
+            pieces = pieces_of(
+                unit,
+                deposited,
+                lambda slot, index=index: arguments(  # type: ignore[misc]
+                    self._group_of[index, slot], self._steps_of[index, slot], grad_scale
+                ),
+            )
+            if pieces:
+                updates.append(UnitUpdate(unit, pieces))
+        return updates
+
+    def settle(self) -> None:
+        """Waits until every update has been made and every write has reached its tier."""
+        with self._watched():
+            self._parts.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients gathered so far; between micro-steps of one accumulation it does nothing."""
+        if self.micro_steps % self.gradient_accumulation_steps == 0:
+            self._parts.grads.reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates without exchanging gradients between ranks; on one rank there is nothing to leave out."""
+        yield
+
+    def train(self, mode: bool = True) -> Engine:
+        """As ``module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As ``module.eval``."""
+        return self.train(False)
+
+    # Facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation_steps
+
+    @property
+    def train_batch_size(self) -> int:
+        return self._batch.train_batch_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.device.torch_device
+
+    @property
+    def plan(self) -> Plan:
+        """What was allocated."""
+        return self._parts.plan
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` updates the weights."""
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps == 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the averaged, unscaled gradient before clipping; None before the first step, inf if not finite."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def report(self) -> dict[str, Any]:
+        """Bytes per tier against budget and plan, bytes and seconds per link, waits by cause, all since the start."""
+        parts = self._parts
+        ledger = parts.ledger
+        tiers = {}
+        for tier in Tier:
+            peak = parts.arenas[tier].peak if tier in parts.arenas else parts.plan.total(tier)
+            tiers[tier.value] = {
+                "budget_bytes": parts.plan.budgets[tier],
+                "planned_bytes": parts.plan.total(tier),
+                "peak_bytes": peak,
+            }
+        links = ("nvme_read", "nvme_write", "host_to_device", "device_to_host")
+        read, written = self._last_traffic
+        return {
+            "steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "parameters": parts.partition.parameters,
+            "trained_parameters": parts.partition.trained_parameters,
+            "tiers": tiers,
+            "links": {link: {"bytes": ledger.bytes[link], "seconds": ledger.busy[link]} for link in links},
+            "stalls": dict(ledger.stalls),
+            "time": {name: ledger.seconds[name] for name in ("forward", "backward", "step", "update")},
+            "nvme_last_step": {"read": read, "written": written},
+            "steady_allocations": {
+                tier.value: arena.allocations - self._carved[tier] for tier, arena in parts.arenas.items()
+            },
+            "swap_directories": [directory.path for directory in parts.swap],
+            "io_engine": parts.io.backend if parts.io is not None else "none",
+            "isa": parts.kernels.isa,
+        }
+
+    # End --------------------------------------------------------------------------------------------------------
+
+    def destroy(self, restore_parameters: bool = False) -> None:
+        """Returns memory, threads, descriptors and swap files. With ``restore_parameters`` the modules get real
+        parameters back (in RAM, compute dtype); else they keep placeholders that can no longer be used."""
+        if self._runtime.closed:
+            return
+        try:
+            if restore_parameters:
+                self.settle()
+                restore_values(self._runtime.units, self._parts.stores)
+        finally:
+            self._runtime.closed = True
+            for entry in self._entries:
+                entry.module.__dict__.pop("forward", None)
+            self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Remembers a failure: after it no value of this engine can be trusted, so every later use raises it again."""
+        try:
+            yield
+        except InfinityError as error:
+            if not isinstance(error, ScheduleError):
+                self._runtime.failure = error
+            raise
+
+    def _synchronise_scale(self) -> None:
+        self._runtime.scale = self._scaler.scale
+        self._runtime.accumulation_steps = self.gradient_accumulation_steps
+
+    def _note_traffic(self) -> None:
+        now = self._parts.ledger.bytes["nvme_read"], self._parts.ledger.bytes["nvme_write"]
+        self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
+        self._traffic_mark = now

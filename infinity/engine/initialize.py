@@ -1,0 +1,222 @@
+"""Turns a model with a config into an engine, an optimizer, a loader, a scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from infinity.config import Config
+from infinity.engine.attach import bind_units, store_values
+from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
+from infinity.engine.engine import Engine
+from infinity.engine.materialize import initial_value
+from infinity.engine.runtime import Runtime
+from infinity.engine.unit_function import EntryModule
+from infinity.errors import ConfigError
+from infinity.optim.facade import StreamedAdam
+from infinity.optim.loss_scaler import LossScaler
+from infinity.optim.schedulers import build_scheduler
+from infinity.tier import StateKind
+
+log = logging.getLogger("infinity")
+
+Groups = list[dict[str, Any]]
+
+
+def initialize(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    model_parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    training_data: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    *,
+    injected: Injected | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Moves ``model`` onto its tiers; returns ``(engine, optimizer, loader, scheduler)``.
+
+    ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
+    in no group are not trained. ``optimizer``: a torch Adam or AdamW whose groups are taken over. ``lr_scheduler``: a
+    torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()``. Raises ``ConfigError``,
+    ``CapacityError`` or ``StorageError`` before the model is touched.
+    """
+    settings = Config.load(config)
+    groups, defaults = _parameter_groups(model, settings, model_parameters, optimizer)
+    _freeze_others(model, groups)
+    parts = build_parts(model, settings, injected or Injected())
+    try:
+        engine = _attach(model, parts, groups)
+    except BaseException:
+        parts.close()
+        raise
+    if groups is not None:
+        engine.optimizer = StreamedAdam(groups, defaults, engine.step, engine.zero_grad)
+        engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
+    return engine, engine.optimizer, _loader(training_data, collate_fn, settings, parts), engine.lr_scheduler
+
+
+def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
+    bound = bind_units(model, parts.partition, parts.device.torch_device)
+    places = {}
+    for unit in bound:
+        for slot, homes in enumerate(unit.homes):
+            parameters, name = homes[0]
+            places[id(parameters[name])] = (unit.unit.index, slot)
+    group_of = {places[id(p)]: number for number, group in enumerate(groups or []) for p in group["params"]}
+    runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
+    runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
+    runtime.settle = parts.settle
+    runtime.stores = parts.stores
+    runtime.placement = parts.plan.placement
+    store_values(bound, parts.plan.placement, parts.stores, initial_value)
+    for unit in bound:
+        for placeholder in unit.placeholders:
+            placeholder._owner = runtime
+    for group in groups or []:
+        group["params"] = [
+            bound[places[id(p)][0]].placeholders[places[id(p)][1]] if id(p) in places else p for p in group["params"]
+        ]
+    _cast_buffers(model, COMPUTE_DTYPES[parts.config.param_dtype])
+    entries = []
+    modules = dict(model.named_modules())
+    for entry in parts.partition.entries:
+        module = modules[entry.path]
+        recompute = _recompute(parts.config, entry.path, module, is_block=entry.is_block)
+        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute, root=entry.path == ""))
+    for wrapped in entries:
+        wrapped.install()
+    return Engine(model, parts, runtime, entries, _scaler(parts.config), group_of)
+
+
+def _parameter_groups(
+    model: nn.Module,
+    config: Config,
+    model_parameters: Iterable[Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[Groups | None, dict[str, Any]]:
+    """Groups of real parameters with their own numbers, with the numbers for the rest; None without an optimizer."""
+    defaults: dict[str, Any] = {}
+    if optimizer is not None:
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} cannot be streamed; pass a torch.optim.Adam or AdamW, or name "
+                "one in the config"
+            )
+        decoupled = isinstance(optimizer, torch.optim.AdamW)
+        groups = [{"decoupled": decoupled, **group} for group in optimizer.param_groups]
+        if optimizer.state:
+            raise ConfigError("optimizer: it has taken steps already; pass one that has no state yet")
+    elif config.optimizer is None:
+        if model_parameters is not None:
+            raise ConfigError('model_parameters were given but the config has no "optimizer" block and none was passed')
+        return None, defaults
+    else:
+        if config.optimizer.adam is None:
+            raise ConfigError(
+                f'optimizer.type: "{config.optimizer.type}" cannot be streamed; expected "Adam" or "AdamW"'
+            )
+        adam = config.optimizer.adam
+        defaults = {
+            "lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay,
+            "decoupled": config.optimizer.decoupled, "bias_correction": adam.bias_correction,
+        }  # fmt: skip
+        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        grouped = bool(given) and isinstance(given[0], dict)
+        groups = [dict(group) for group in given] if grouped else [{"params": given}]
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[int, int] = {}
+    problems = []
+    for number, group in enumerate(groups):
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                problems.append(
+                    f"parameter group {number} holds a tensor of shape {tuple(parameter.shape)} that is no parameter "
+                    "of the model"
+                )
+            elif id(parameter) in seen:
+                problems.append(
+                    f"{known[id(parameter)]} is in parameter group {seen[id(parameter)]} as well as {number}; it can "
+                    "be in one"
+                )
+            seen[id(parameter)] = number
+    if problems:
+        raise ConfigError(problems)
+    return groups, defaults
+
+
+def _freeze_others(model: nn.Module, groups: Groups | None) -> None:
+    trained = {id(parameter) for group in groups or [] for parameter in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if others:
+        log.info("%d parameters are in no parameter group, so they are frozen: %s ...", len(others), others[0])
+        for name, parameter in model.named_parameters():
+            if name in set(others):
+                parameter.requires_grad_(False)
+
+
+def _scaler(config: Config) -> LossScaler:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler(1.0, dynamic=False)
+    scale = 2.0**fp16.initial_scale_power if fp16.dynamic else fp16.loss_scale
+    return LossScaler(
+        scale, dynamic=fp16.dynamic, window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
+        minimum=fp16.min_loss_scale, consecutive=fp16.consecutive_hysteresis,
+    )  # fmt: skip
+
+
+def _scheduler(
+    config: Config,
+    optimizer: torch.optim.Optimizer,
+    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
+) -> LRScheduler | None:
+    if isinstance(given, LRScheduler):
+        given.optimizer = optimizer
+        return given
+    if given is not None:
+        return given(optimizer)
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.resolved_params, optimizer)
+
+
+def _recompute(config: Config, path: str, module: nn.Module, *, is_block: bool) -> bool:
+    """Whether the activations of an entry are computed again: blocks by default, never the model as a whole."""
+    choice = config.infinity.recompute
+    if path == "":
+        return False
+    if isinstance(choice, dict):
+        for pattern, wanted in choice.items():
+            if type(module).__name__ == pattern or fnmatchcase(path, pattern):
+                return wanted
+        return is_block
+    return is_block if choice == "auto" else choice
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Persistent floating buffers follow the parameters; computed ones (rotary frequencies) keep their precision."""
+    if dtype is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, parts: Parts) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    size = config.resolve_batch(parts.group.world_size).micro_batch_size
+    shuffle = not isinstance(data, IterableDataset)
+    return DataLoader(data, batch_size=size, shuffle=shuffle, collate_fn=collate_fn)

@@ -1,0 +1,279 @@
+"""What the entries of one model share: its units, the frames that are open, how lent memory is referred to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device.cpu import CpuDevice
+from infinity.engine.placeholder import OffloadedParameter
+from infinity.errors import InfinityError, OffloadedError
+from infinity.obs.ledger import Ledger
+from infinity.plan.placement import Placement
+from infinity.shard.partition import Unit
+from infinity.storage.store import Store
+from infinity.stream.grads import GradStream
+from infinity.stream.params import ParamStream, Phase
+from infinity.tier import StateKind
+
+log = logging.getLogger("infinity")
+
+
+@dataclass
+class BoundUnit:
+    """A unit with the places in the module tree where its parameters are seen.
+
+    ``homes[i]`` are the ``_parameters`` dicts that hold slot ``i``; ``generation`` counts the updates it has had.
+    """
+
+    unit: Unit
+    placeholders: list[OffloadedParameter]
+    homes: list[list[tuple[dict[str, Any], str]]]
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self._bound: list[list[nn.Parameter]] = []
+
+    def bind(self, leaves: list[nn.Parameter]) -> None:
+        """Shows ``leaves`` in the module tree."""
+        self._bound.append(leaves)
+        self._show(leaves)
+
+    def unbind(self, leaves: list[nn.Parameter]) -> None:
+        """Shows again what was bound before, placeholders in the end."""
+        self._bound.remove(leaves)
+        self._show(self._bound[-1] if self._bound else self.placeholders)
+
+    def _show(self, values: Sequence[nn.Parameter]) -> None:
+        for value, homes in zip(values, self.homes, strict=True):
+            for parameters, attribute in homes:
+                parameters[attribute] = value
+
+
+class Frame:
+    """One running call: the units it has been lent, as leaf tensors of its own."""
+
+    def __init__(self, runtime: Runtime, name: str, phase: Phase, *, differentiable: bool) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.phase = phase
+        self.differentiable = differentiable
+        self.leaves: dict[int, list[nn.Parameter]] = {}
+        self.ranges: dict[int, tuple[int, int]] = {}
+
+    def lend(self, indices: Iterable[int]) -> None:
+        """Brings units to the device, then shows them in the module tree."""
+        indices = [index for index in indices if index not in self.leaves]
+        self.runtime.params.lend(indices, self.phase)
+        for index in indices:
+            bound = self.runtime.units[index]
+            flat = self.runtime.params.flat(index)
+            leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable)
+            self.leaves[index] = leaves
+            self.ranges[index] = (flat.data_ptr(), flat.data_ptr() + flat.nbytes)
+            bound.bind(leaves)
+            if self.phase is Phase.BACKWARD:
+                self.runtime.grads.expect(index)
+
+    def close(self) -> None:
+        """Takes the units back out of the module tree."""
+        for index, leaves in self.leaves.items():
+            self.runtime.units[index].unbind(leaves)
+        self.runtime.params.release(self.leaves)
+
+
+@dataclass(frozen=True)
+class LentMemory:
+    """A saved tensor that was a view of a lent unit: where to find it again."""
+
+    unit: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Runtime:
+    """Shared by all entries of one engine; ``frames`` is the stack of calls in progress."""
+
+    def __init__(
+        self, units: Sequence[BoundUnit], params: ParamStream, grads: GradStream, device: CpuDevice, ledger: Ledger
+    ) -> None:
+        self.units = units
+        self.params = params
+        self.grads = grads
+        self.device = device
+        self.ledger = ledger
+        self.frames: list[Frame] = []
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.trains = any(bound.unit.trainable for bound in units)
+        self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
+        self.scale = 1.0
+        self.accumulation_steps = 1
+        self.loss_is_scaled = False
+        self.gathered: dict[int, torch.Tensor] = {}
+        self.param_tier = "host"
+        self.settle: Callable[[], None]
+        self.stores: dict[StateKind, Store]
+        self.placement: Placement
+        self._said: set[str] = set()
+
+    @property
+    def phase(self) -> Phase | None:
+        """What the running frames are for; None outside of any."""
+        return self.frames[-1].phase if self.frames else None
+
+    @contextmanager
+    def frame(self, name: str, indices: Sequence[int], phase: Phase, *, differentiable: bool) -> Iterator[Frame]:
+        """A call in progress, with ``indices`` lent for its duration."""
+        frame = Frame(self, name, phase, differentiable=differentiable)
+        outermost = not self.frames
+        if outermost and phase is Phase.INFERENCE:
+            self.params.begin_inference()
+        self.frames.append(frame)
+        try:
+            with self.ledger.phase(phase.value) if outermost else _NOTHING:
+                frame.lend(indices)
+                yield frame
+        finally:
+            frame.close()
+            self.frames.remove(frame)
+
+    def leaves(self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool) -> list[nn.Parameter]:
+        """New leaf parameters over a lent unit's memory; gradients that reach them are deposited at once."""
+        leaves = []
+        for slot, (view, placeholder) in enumerate(zip(bound.unit.layout.views(flat), bound.placeholders, strict=True)):
+            leaf = nn.Parameter(view, requires_grad=placeholder.requires_grad)
+            if differentiable and bound.unit.trainable and placeholder.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._depositor(bound.unit.index, slot))  # type: ignore[no-untyped-call]
+            leaves.append(leaf)
+        return leaves
+
+    def _depositor(self, index: int, slot: int) -> Any:
+        def deposit(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            self.grads.deposit(index, slot, gradient)
+
+        return deposit
+
+    def grads_complete(self, indices: Iterable[int]) -> None:
+        """Says that one backward of these units is over."""
+        for index in indices:
+            self.grads.close(index)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Replaces a view of lent memory by a handle; anything else is kept, with its version."""
+        index = self._unit_at(tensor.data_ptr()) if tensor.numel() else None
+        if index is None:
+            return tensor, tensor._version
+        flat = self.params.flat(index)
+        offset = (tensor.data_ptr() - flat.data_ptr()) // tensor.element_size()
+        return LentMemory(index, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def _unit_at(self, address: int) -> int | None:
+        """Which lent unit's memory holds ``address``."""
+        for frame in reversed(self.frames):
+            for index, (start, stop) in frame.ranges.items():
+                if start <= address < stop:
+                    return index
+        return None
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """What ``pack`` was given, from wherever the unit is now."""
+        if not isinstance(packed, LentMemory):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {tuple(tensor.shape)} tensor that a unit's backward needs is at version {tensor._version}, "
+                    f"expected {version}"
+                )
+            return tensor  # type: ignore[no-any-return]
+        if not self.frames:
+            raise OffloadedError("a saved tensor of an offloaded unit was read outside of backward()")
+        self.frames[-1].lend([packed.unit])
+        flat = self.params.flat(packed.unit).view(packed.dtype)
+        return flat.as_strided(packed.shape, packed.stride, flat.storage_offset() + packed.offset)
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A placeholder given as an argument becomes the values, lent to the caller's frame."""
+        return self.touched(tensor, "a module call") if isinstance(tensor, OffloadedParameter) else tensor
+
+    def touched(self, placeholder: OffloadedParameter, function: str) -> torch.Tensor:
+        """Values for an operation on a placeholder, if a running call may be lent its unit."""
+        if id(placeholder) in self.gathered:
+            return self.gathered[id(placeholder)]
+        index, slot = placeholder._place
+        if self.frames and not self.closed:
+            frame = self.frames[-1]
+            if torch.is_grad_enabled() and placeholder.requires_grad:
+                frame = next((frame for frame in reversed(self.frames) if frame.differentiable), frame)
+            frame.lend([index])
+            return frame.leaves[index][slot]
+        raise OffloadedError(
+            f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {self.param_tier} tier; "
+            f"{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
+            "`with infinity.gathered(p):`, or take all of them from engine.state_dict()"
+        )
+
+    def gradient(self, placeholder: OffloadedParameter) -> torch.Tensor | None:
+        """``None`` while there is no gradient; otherwise an error that says how to get it."""
+        index, slot = placeholder._place
+        if self.closed or not self.units[index].unit.trainable or not self.grads.deposited(index)[slot]:
+            return None
+        raise OffloadedError(
+            f"the gradient of {placeholder._name} is accumulated on its own tier. Read it with "
+            "infinity.get_full_grad(p); clip with gradient_clipping in the config; drop it with engine.zero_grad()"
+        )
+
+    def set_gradient(self, placeholder: OffloadedParameter, value: torch.Tensor | None) -> None:
+        """Assigning None drops the gradient, as in plain torch."""
+        index, slot = placeholder._place
+        if value is not None:
+            raise OffloadedError(f"the gradient of {placeholder._name} cannot be assigned; let backward() produce it")
+        if not self.closed and self.units[index].unit.trainable:
+            self.grads.discard(index, slot)
+
+    def finish(self, placeholder: OffloadedParameter) -> None:
+        """Nothing to do: values lent to a frame go back when the frame ends."""
+
+    def loss_factor(self) -> float:
+        """What a bare ``loss.backward()`` still has to be multiplied by at the model's output."""
+        return 1.0 if self.loss_is_scaled else self.scale / self.accumulation_steps
+
+    def loss_scale(self) -> float:
+        """What accumulated gradients are to be divided by."""
+        return self.scale
+
+    def check(self) -> None:
+        """Raises what ended an asynchronous part of the engine, before any value is computed from missing data."""
+        if self.closed:
+            raise InfinityError("this engine was destroyed; its model cannot compute any more")
+        if self.failure is not None:
+            raise self.failure
+
+    def say_once(self, message: str) -> None:
+        """Logs a message the first time it is given."""
+        if message not in self._said:
+            self._said.add(message)
+            log.warning(message)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()

@@ -1,0 +1,88 @@
+"""The optimizer that users hold: parameter groups in front, the updater behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from infinity._native.cpu_adam import AdamStep
+from infinity.errors import ConfigError
+
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "decoupled": True,
+    "bias_correction": True,
+}
+
+UNCORRECTED_STEP = 1 << 40
+"""A step so late that 1 - beta**step is 1 in double precision for every usable beta: no bias correction."""
+
+
+class StreamedAdam(torch.optim.Optimizer):
+    """Adam or AdamW whose states live on their tiers.
+
+    ``param_groups`` are torch's: change ``lr``, ``weight_decay``, ``betas`` or ``eps`` of a group at any time, from a
+    scheduler or by hand. ``step`` and ``zero_grad`` act on the engine.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        on_step: Callable[[], None],
+        on_zero_grad: Callable[[], None],
+    ) -> None:
+        self._on_step = on_step
+        self._on_zero_grad = on_zero_grad
+        super().__init__(groups, {**DEFAULTS, **defaults})
+        for number, group in enumerate(self.param_groups):
+            _check(number, group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The engine's step; a closure is called first, as torch does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._on_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients gathered so far."""
+        self._on_zero_grad()
+
+    def arguments(self, group: int, step: int, grad_scale: float) -> AdamStep:
+        """The numbers one update of a member of ``group`` needs, as they are now."""
+        values = self.param_groups[group]
+        if not values["bias_correction"]:
+            step = UNCORRECTED_STEP
+        return AdamStep(
+            lr=float(values["lr"]),
+            beta1=float(values["betas"][0]),
+            beta2=float(values["betas"][1]),
+            eps=float(values["eps"]),
+            weight_decay=float(values["weight_decay"]),
+            step=step,
+            decoupled=bool(values["decoupled"]),
+            grad_scale=grad_scale,
+        )
+
+
+def _check(number: int, group: dict[str, Any]) -> None:
+    wrong = []
+    for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if group.get(flag):
+            wrong.append(f"parameter group {number}: {flag}=True is not supported by the streamed Adam; leave it False")
+    beta1, beta2 = group["betas"]
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        wrong.append(f"parameter group {number}: betas={group['betas']}; expected two numbers in [0, 1)")
+    for name in ("lr", "eps", "weight_decay"):
+        if float(group[name]) < 0:
+            wrong.append(f"parameter group {number}: {name}={group[name]}; expected a number that is not negative")
+    if wrong:
+        raise ConfigError(wrong)

@@ -1,0 +1,180 @@
+"""Updates every unit in forward order while the caller goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infinity._native.cpu_adam import AdamStep, Kernels
+from infinity.device.lane import Lane, LaneTicket, Ticket
+from infinity.obs.ledger import Ledger
+from infinity.plan.placement import Placement
+from infinity.shard.partition import Unit
+from infinity.shard.subgroups import subgroups
+from infinity.storage.store import Access, Lease, Store
+from infinity.tier import StateKind
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of a unit's shard that are updated with the same numbers."""
+
+    start: int
+    stop: int
+    step: AdamStep
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """What one step does to one unit; elements in no piece stay as they are."""
+
+    unit: Unit
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """The part of a unit that is read, updated, written at a time."""
+
+    unit: Unit
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def covered(self) -> bool:
+        """Whether every element is updated, so that nothing of the 16-bit copy has to be kept."""
+        return sum(piece.stop - piece.start for piece in self.pieces) == self.stop - self.start
+
+
+class Updater:
+    """Reads sub-groups ahead, runs Adam on one, writes the ones behind, all on one lane.
+
+    The ring of staging slabs behind the stores bounds what is in flight. A unit's ticket is done when its last
+    sub-group has been handed back to its store, from where the next read sees it.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        stores: dict[StateKind, Store],
+        kernels: Kernels,
+        subgroup_numel: int,
+        read_ahead: int,
+        lane: Lane,
+        ledger: Ledger,
+    ) -> None:
+        self._placement = placement
+        self._stores = stores
+        self._kernels = kernels
+        self._subgroup_numel = subgroup_numel
+        self._read_ahead = read_ahead
+        self._lane = lane
+        self._ledger = ledger
+
+    def start(self, updates: Sequence[UnitUpdate]) -> dict[int, Ticket]:
+        """Begins the updates in the order given; returns a ticket per unit."""
+        tickets = {update.unit.index: LaneTicket() for update in updates}
+        self._lane.submit(lambda: self._run(updates, tickets))
+        return dict(tickets)
+
+    def _run(self, updates: Sequence[UnitUpdate], tickets: dict[int, LaneTicket]) -> None:
+        with self._ledger.phase("update"):
+            window: deque[tuple[SubGroup, dict[StateKind, Lease]]] = deque()
+            try:
+                for update in updates:
+                    for group in self._subgroups(update):
+                        window.append((group, self._acquire(group)))
+                        if len(window) > self._read_ahead:
+                            self._advance(window, tickets)
+                while window:
+                    self._advance(window, tickets)
+                for ticket in tickets.values():
+                    ticket.resolve()
+            except BaseException as error:
+                for _, leases in window:
+                    _abandon(leases)
+                for ticket in tickets.values():
+                    if not ticket.done():
+                        ticket.fail(error)
+                raise
+
+    def _advance(self, window: deque[tuple[SubGroup, dict[StateKind, Lease]]], tickets: dict[int, LaneTicket]) -> None:
+        group, leases = window[0]
+        self._compute(group, leases)
+        window.popleft()
+        for lease in leases.values():
+            lease.release()
+        following = window[0][0].unit.index if window else None
+        if following is not None and following != group.unit.index:
+            tickets[group.unit.index].resolve()
+
+    def _subgroups(self, update: UnitUpdate) -> list[SubGroup]:
+        found = []
+        for start, stop in subgroups(update.unit.layout.shard_numel, self._subgroup_numel):
+            pieces = tuple(
+                Piece(max(piece.start, start) - start, min(piece.stop, stop) - start, piece.step)
+                for piece in update.pieces
+                if piece.start < stop and start < piece.stop
+            )
+            if pieces:
+                found.append(SubGroup(update.unit, start, stop, pieces))
+        return found
+
+    def _acquire(self, group: SubGroup) -> dict[StateKind, Lease]:
+        has_master = self._placement.has(StateKind.MASTER, group.unit)
+        access = {StateKind.GRAD: Access.READ, StateKind.EXP_AVG: Access.UPDATE, StateKind.EXP_AVG_SQ: Access.UPDATE}
+        if has_master:
+            access[StateKind.MASTER] = Access.UPDATE
+            access[StateKind.PARAM] = Access.WRITE if group.covered else Access.UPDATE
+        else:
+            access[StateKind.PARAM] = Access.UPDATE
+        leases: dict[StateKind, Lease] = {}
+        try:
+            for kind, how in access.items():
+                itemsize = self._placement.dtype(kind, group.unit).itemsize
+                leases[kind] = self._stores[kind].lease(
+                    group.unit.index, group.start * itemsize, group.stop * itemsize, how
+                )
+        except BaseException:
+            _abandon(leases)
+            raise
+        return leases
+
+    def _compute(self, group: SubGroup, leases: dict[StateKind, Lease]) -> None:
+        values = {kind: lease.wait().view(self._placement.dtype(kind, group.unit)) for kind, lease in leases.items()}
+        master = values.get(StateKind.MASTER)
+        copy = None if master is None else values[StateKind.PARAM]
+        master = values[StateKind.PARAM] if master is None else master
+        for piece in group.pieces:
+            here = slice(piece.start, piece.stop)
+            self._kernels.adam(
+                master[here],
+                values[StateKind.EXP_AVG][here],
+                values[StateKind.EXP_AVG_SQ][here],
+                values[StateKind.GRAD][here],
+                None if copy is None else copy[here],
+                piece.step,
+            )
+
+
+def _abandon(leases: dict[StateKind, Lease]) -> None:
+    for lease in leases.values():
+        lease.abandon()
+
+
+def pieces_of(unit: Unit, deposited: Sequence[int], step_of: Callable[[int], AdamStep]) -> tuple[Piece, ...]:
+    """Merges neighbouring slots that have a gradient and the same numbers; gaps between them go along (all zero)."""
+    pieces: list[Piece] = []
+    slots = unit.layout.slots
+    for number, slot in enumerate(slots):
+        if not deposited[number] or slot.numel == 0:
+            continue
+        stop = slots[number + 1].offset if number + 1 < len(slots) else unit.layout.shard_numel
+        step = step_of(number)
+        if pieces and pieces[-1].stop == slot.offset and pieces[-1].step == step:
+            pieces[-1] = Piece(pieces[-1].start, stop, step)
+        else:
+            pieces.append(Piece(slot.offset, stop, step))
+    return tuple(pieces)

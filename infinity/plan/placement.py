@@ -1,0 +1,76 @@
+"""Which tier each kind of state is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from infinity.config import Config
+from infinity.shard.partition import Partition, Unit
+from infinity.tier import StateKind, Tier
+
+OPTIMIZER_KINDS = (StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+STREAMED_KINDS = (StateKind.PARAM, StateKind.GRAD, *OPTIMIZER_KINDS)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tier per state kind, with the dtype rules that decide whether a unit has that state at all.
+
+    An fp32 unit has no separate master: its parameters are the master. A frozen unit has parameters only.
+    """
+
+    tiers: dict[StateKind, Tier]
+    device_is_host: bool
+
+    def __getitem__(self, kind: StateKind) -> Tier:
+        return self.tiers[kind]
+
+    def has(self, kind: StateKind, unit: Unit) -> bool:
+        """Whether ``unit`` keeps state of ``kind``."""
+        if kind is StateKind.PARAM:
+            return True
+        if not unit.trainable:
+            return False
+        return kind is not StateKind.MASTER or unit.layout.dtype != torch.float32
+
+    def dtype(self, kind: StateKind, unit: Unit) -> torch.dtype:
+        """The dtype in which ``unit`` keeps state of ``kind``."""
+        return unit.layout.dtype if kind is StateKind.PARAM else torch.float32
+
+    def nbytes(self, kind: StateKind, unit: Unit) -> int:
+        """Bytes of ``kind`` that this rank keeps for ``unit``, zero if it has none."""
+        return unit.layout.shard_nbytes(self.dtype(kind, unit)) if self.has(kind, unit) else 0
+
+    def total(self, kind: StateKind, partition: Partition) -> int:
+        """Bytes of ``kind`` over all units."""
+        return sum(self.nbytes(kind, unit) for unit in partition.units)
+
+    @property
+    def lends_in_place(self) -> bool:
+        """Whether parameters are used where they are kept, so that nothing is fetched."""
+        tier = self.tiers[StateKind.PARAM]
+        return tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host)
+
+
+def candidates(config: Config, *, device_is_host: bool) -> list[Placement]:
+    """The placements the config allows, most preferred first; more than one where it leaves a kind to the plan."""
+    fastest_first = [Tier.DEVICE, Tier.HOST, Tier.NVME]
+    choices: dict[StateKind, list[Tier]] = {}
+    for kind in STREAMED_KINDS:
+        tier = config.tier_of(kind)
+        usable = [other for other in fastest_first if other is not Tier.NVME or config.swap_directories(kind)]
+        choices[kind] = usable if tier is None else [tier]
+    explicit = config.infinity.placement
+    if explicit == "auto" or StateKind.GRAD not in explicit:
+        # Gradients follow the optimizer; behind an optimizer on NVMe they stay in host memory while they fit.
+        follow = choices[StateKind.EXP_AVG]
+        choices[StateKind.GRAD] = [Tier.HOST, Tier.NVME] if follow == [Tier.NVME] else follow
+    found: list[Placement] = []
+    for optimizer_tiers in product(*(choices[kind] for kind in OPTIMIZER_KINDS)):
+        for param, grad in product(choices[StateKind.PARAM], choices[StateKind.GRAD]):
+            tiers = dict(zip(OPTIMIZER_KINDS, optimizer_tiers, strict=True))
+            found.append(Placement({**tiers, StateKind.PARAM: param, StateKind.GRAD: grad}, device_is_host))
+    return found

@@ -1,0 +1,1 @@
+"""What moves during a step: parameters in, gradients out."""
