@@ -6,15 +6,17 @@ import difflib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from infinity.errors import ConfigError, StorageError
 from infinity.storage.faults import Faults as Faults
+from infinity.storage.libaio_engine import LibaioIoEngine
 from infinity.storage.native_engine import NativeIoEngine
 from infinity.storage.swap_file import SwapFile, open_file
+from infinity.storage.thread_engine import ThreadIoEngine
 from infinity.tier import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -57,22 +59,19 @@ class IoEngine(Protocol):
         ...
 
 
-Open = Callable[[int, int, int, "Faults | None"], IoEngine]
+class Open(Protocol):
+    """Opens one kind of engine; raises StorageError where this machine cannot run it."""
+
+    def __call__(self, *, queue_depth: int, block_size: int, threads: int, faults: Faults | None) -> IoEngine: ...
 
 
-def _open_uring(queue_depth: int, block_size: int, threads: int, faults: Faults | None) -> IoEngine:
-    return NativeIoEngine("io_uring", queue_depth=queue_depth, block_size=block_size, threads=threads, faults=faults)
-
-
-def _open_aio(queue_depth: int, block_size: int, threads: int, faults: Faults | None) -> IoEngine:
-    return NativeIoEngine("aio", queue_depth=queue_depth, block_size=block_size, threads=threads, faults=faults)
-
-
-def _open_threads(queue_depth: int, block_size: int, threads: int, faults: Faults | None) -> IoEngine:
-    return NativeIoEngine("threads", queue_depth=queue_depth, block_size=block_size, threads=threads, faults=faults)
-
-
-BACKENDS: dict[str, Open] = {"io_uring": _open_uring, "aio": _open_aio, "threads": _open_threads}
+BACKENDS: dict[str, Open] = {
+    "io_uring": partial(NativeIoEngine, "io_uring"),
+    "aio": partial(NativeIoEngine, "aio"),
+    "threads": partial(NativeIoEngine, "threads"),
+    "libaio": LibaioIoEngine,
+    "python": ThreadIoEngine,
+}
 """In the order in which ``auto`` tries them."""
 
 
@@ -100,7 +99,7 @@ def open_io_engine(
         if reason is None:
             for other, why in reasons.items():
                 log.info("I/O backend %s was passed over: %s", other, why)
-            return BACKENDS[name](queue_depth, block_size, threads, faults)
+            return BACKENDS[name](queue_depth=queue_depth, block_size=block_size, threads=threads, faults=faults)
         reasons[name] = reason
     if chosen != "auto":
         raise StorageError(
@@ -113,7 +112,7 @@ def open_io_engine(
 def probe(backend: str) -> str | None:
     """Why ``backend`` cannot be used on this machine, found by a small write and read; None when it can."""
     try:
-        engine = BACKENDS[_known(backend, "asked for")](4, PAGE_BYTES, 1, None)
+        engine = BACKENDS[_known(backend, "asked for")](queue_depth=4, block_size=PAGE_BYTES, threads=1, faults=None)
     except StorageError as error:
         return str(error)
     try:

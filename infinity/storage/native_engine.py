@@ -16,8 +16,8 @@ from infinity._native import aio
 from infinity._native.aio import NativeBackend
 from infinity.errors import StorageError
 from infinity.storage.faults import Faults
-from infinity.storage.swap_file import SwapFile
-from infinity.storage.transfer import check_request, transfer_error
+from infinity.storage.swap_file import Descriptors, SwapFile
+from infinity.storage.transfer import check_process, check_request, transfer_error
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,15 @@ class NativeIoEngine:
 
     def _submit(self, file: SwapFile, offset: int, tensor: torch.Tensor, *, write: bool) -> NativeTicket:
         check_request(file, offset, tensor, write=write)
+        check_process(self._owner, file)
+        descriptors = file.descriptors
         with self._lock:
             if not self._close.alive:
                 raise StorageError(f"the I/O engine ({self.backend}) is closed", path=file.path, offset=offset)
-            if os.getpid() != self._owner:
-                raise StorageError(
-                    f"the I/O engine ({self.backend}) was opened before fork",
-                    path=file.path,
-                    action="Start worker processes before the engine, or with the spawn method",
-                )
             request = self._native.submit(
                 write=write,
-                direct_fd=file.direct_fd,
-                buffered_fd=file.buffered_fd,
+                direct_fd=descriptors.direct,
+                buffered_fd=descriptors.buffered,
                 memory_alignment=file.memory_alignment,
                 offset_alignment=file.offset_alignment,
                 device=file.device,
@@ -80,26 +76,27 @@ class NativeIoEngine:
                 length=tensor.numel(),
             )
         _look_after(self._abandoned)
-        return NativeTicket(Transfer(request, tensor, file, write), self, self._abandoned)
+        return NativeTicket(Transfer(request, file.path, write, (tensor, descriptors)), self, self._abandoned)
 
 
 @dataclass
 class Transfer:
-    """What a request needs to stay alive until it is done."""
+    """One request, with what must stay alive until it is done."""
 
     request: aio.Request
-    tensor: torch.Tensor
-    file: SwapFile
+    path: str
     write: bool
+    held: tuple[torch.Tensor, Descriptors] | None
 
     def error(self) -> StorageError | None:
         """Waits; what went wrong, if anything."""
         failure = self.request.wait()
+        self.held = None
         if failure is None:
             return None
         return transfer_error(
             write=self.write,
-            path=self.file.path,
+            path=self.path,
             offset=failure.offset,
             length=failure.length,
             number=failure.errno,

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import stat
-from dataclasses import dataclass
 
 from infinity._native import aio
 from infinity.errors import StorageError
@@ -16,45 +15,62 @@ from infinity.tier import PAGE_BYTES
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+class Descriptors:
+    """The two descriptors of one file, closed when nobody holds this object any more.
+
+    A request holds it until it is done, so a descriptor's number is never given to another file in the meantime.
+    """
+
+    def __init__(self, buffered: int) -> None:
+        self.buffered = buffered
+        self.direct = -1
+
+    def __del__(self) -> None:
+        for descriptor in (self.direct, self.buffered):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
 class SwapFile:
     """A regular file, open for direct and for buffered I/O.
 
-    Direct I/O takes only aligned requests; an engine sends the rest through the buffered descriptor. Close it when
-    no request on it is in flight any more: its descriptors' numbers may then be given to other files.
+    Direct I/O takes only aligned requests; an engine sends the rest through the buffered descriptor.
     """
 
-    path: str
-    direct_fd: int
-    """-1 where the file system takes no direct I/O."""
-    buffered_fd: int
-    memory_alignment: int
-    offset_alignment: int
-    device: int
-    """Number of the file system; requests to different ones do not wait for each other."""
+    def __init__(self, path: str, descriptors: Descriptors, device: int) -> None:
+        self.path = path
+        self.device = device
+        """Number of the file system; requests to different ones do not wait for each other."""
+        self.memory_alignment = 1
+        """What direct I/O needs memory addresses to be multiples of."""
+        self.offset_alignment = 1
+        self._descriptors: Descriptors | None = descriptors
+
+    @property
+    def descriptors(self) -> Descriptors:
+        """What a request must hold until it is done; StorageError when the file is closed."""
+        if self._descriptors is None:
+            raise StorageError(
+                "swap file is closed:", path=self.path, errno=errno.EBADF, action="Close it after its last use"
+            )
+        return self._descriptors
 
     @property
     def direct(self) -> bool:
         """Whether aligned requests bypass the page cache."""
-        return self.direct_fd >= 0
+        return self.descriptors.direct >= 0
 
     @property
     def closed(self) -> bool:
-        return self.buffered_fd < 0
+        return self._descriptors is None
 
     def fileno(self) -> int:
         """The descriptor that aligned requests use."""
-        return self.direct_fd if self.direct else self.buffered_fd
+        return self.descriptors.direct if self.direct else self.descriptors.buffered
 
     def close(self) -> None:
-        """Closes both descriptors; a second time does nothing."""
-        for descriptor in (self.direct_fd, self.buffered_fd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.direct_fd = self.buffered_fd = -1
-
-    def __del__(self) -> None:
-        self.close()
+        """Requests in flight go on; the descriptors close with the last of them. A second time does nothing."""
+        self._descriptors = None
 
 
 def open_file(path: str, *, create: bool = False, direct: bool = True) -> SwapFile:
@@ -63,12 +79,11 @@ def open_file(path: str, *, create: bool = False, direct: bool = True) -> SwapFi
     ``create`` makes it (mode 0600) where it does not exist. Where the file system refuses O_DIRECT, all I/O is
     buffered, which is logged once per directory.
     """
-    buffered = _open(path, os.O_CREAT if create else 0)
-    file = SwapFile(path, -1, buffered, 1, 1, 0)
-    status = os.fstat(buffered)
+    descriptors = Descriptors(_open(path, os.O_CREAT if create else 0))
+    status = os.fstat(descriptors.buffered)
     if not stat.S_ISREG(status.st_mode):
         raise StorageError("not a regular file:", path=path, action="Swap files must be ordinary files; move it away")
-    file.device = status.st_dev
+    file = SwapFile(path, descriptors, status.st_dev)
     if direct:
         _open_direct(file, status)
     return file
@@ -87,23 +102,24 @@ def _open(path: str, flags: int) -> int:
 
 
 def _open_direct(file: SwapFile, status: os.stat_result) -> None:
+    """Adds the direct descriptor, where the file system has such a thing."""
+    directory = os.path.dirname(file.path)
     try:
         descriptor = _open(file.path, os.O_DIRECT)
     except StorageError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        return _say_buffered(os.path.dirname(file.path))
-    file.direct_fd = descriptor
+        return _say_buffered(directory)
+    keep = Descriptors(descriptor)
     if not os.path.samestat(os.fstat(descriptor), status):
         raise StorageError("was replaced while it was being opened:", path=file.path, action="Look for another writer")
     try:
         alignment = aio.direct_alignment(descriptor)
     except OSError:
-        os.close(descriptor)
-        file.direct_fd = -1
-        return _say_buffered(os.path.dirname(file.path))
+        return _say_buffered(directory)
     # Without an answer from the kernel, whole pages suit every disk.
     file.memory_alignment, file.offset_alignment = alignment or (PAGE_BYTES, PAGE_BYTES)
+    file.descriptors.direct, keep.buffered = descriptor, -1
     return None
 
 

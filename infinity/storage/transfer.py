@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import torch
 
@@ -39,3 +40,13 @@ def check_request(file: SwapFile, offset: int, tensor: torch.Tensor, *, write: b
         raise ValueError(f"file offset must not be negative, is {offset}")
     if file.closed:
         raise transfer_error(write=write, path=file.path, offset=offset, length=tensor.numel(), number=errno.EBADF)
+
+
+def check_process(owner: int, file: SwapFile) -> None:
+    """Raises in a child made by fork, which has the engine's memory but none of its threads."""
+    if os.getpid() != owner:
+        raise StorageError(
+            "an I/O engine that was opened before fork cannot use",
+            path=file.path,
+            action="Start worker processes before the engine, or with the spawn method",
+        )
