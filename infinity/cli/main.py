@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -12,6 +14,10 @@ import infinity
 from infinity.cli import doctor as examination
 from infinity.cli.failures import reported
 from infinity.cli.findings import as_json, collect, exit_code, show
+from infinity.cli.train import decoder_config
+from infinity.cli.train import train as run_training
+from infinity.config import Config
+from infinity.nn.decoder import Decoder
 
 app = typer.Typer(
     name="infinity",
@@ -23,6 +29,11 @@ app = typer.Typer(
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, the rest elsewhere.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A JSON or YAML file, such as configs/demo.json.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one dotted key, such as run.steps=10; may be repeated."),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -41,6 +52,36 @@ def main(
 
 
 @app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    floor: Annotated[
+        bool,
+        typer.Option("--floor", help="Measure first what torch and the activations alone cost; hold the peak to it."),
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train the decoder that CONFIG describes on bytes of text."""
+    with reported(debug=debug):
+        summary = run_training(_config(config, overrides), Console(stderr=json), with_floor=floor)
+        if json:
+            typer.echo(json_format.dumps(summary.as_json()))
+        else:
+            summary.show(Console())
+
+
+@app.command()
+def plan(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Show what CONFIG would allocate, tier by tier; allocate nothing."""
+    with reported(debug=debug):
+        settings = _config(config, overrides)
+        with torch.device("meta"):
+            model = Decoder(decoder_config(settings))
+        typer.echo(infinity.plan(model, settings).render())
+
+
+@app.command()
 def doctor(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Directories meant for swap files; else the current one.")
@@ -56,3 +97,7 @@ def doctor(
         else:
             show(findings, Console())
         raise typer.Exit(exit_code(findings))
+
+
+def _config(path: Path, overrides: list[str] | None) -> Config:
+    return Config.load(path).with_overrides(overrides or [])

@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-5)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
-        nn.init.normal_(self.head.weight, std=1 / config.d_model)  # the first guess is nearly uniform
+        nn.init.normal_(self.head.weight, std=0.25 * config.d_model**-0.5)  # the first guess is nearly uniform
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         head_width = self.config.d_model // self.config.n_heads

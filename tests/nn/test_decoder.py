@@ -62,7 +62,7 @@ def test_counts_agree_with_the_modules(shape: DecoderConfig) -> None:
 
 def test_the_first_loss_is_near_that_of_a_uniform_guess(decoder: Decoder) -> None:
     tokens = torch.randint(256, (8, 33))
-    assert decoder(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(256), rel=0.01)
+    assert decoder(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(256), rel=0.015)
 
 
 def test_learns_a_repeated_line(decoder: Decoder) -> None:

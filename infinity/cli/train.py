@@ -1,0 +1,248 @@
+"""Trains the built-in decoder on text as a config says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import infinity
+from infinity.cli.failures import Stopped
+from infinity.cli.floor import measure_floor
+from infinity.cli.measure import StepMeter, tier_use
+from infinity.cli.progress import Heading, LogLines, Shown, open_progress
+from infinity.cli.signals import StopRequest
+from infinity.cli.summary import ProcessMemory, Summary
+from infinity.config import Config
+from infinity.data import ByteLoader, Corpus, evaluation_batches
+from infinity.errors import ConfigError
+from infinity.nn.decoder import Decoder, DecoderConfig
+from infinity.obs.metrics import MetricsWriter
+from infinity.obs.process_memory import AnonymousPeak, status_bytes
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+
+
+def train(config: Config, console: Console, *, with_floor: bool = False) -> Summary:
+    """Train to the last step; ``with_floor`` measures first what torch and the activations cost by themselves.
+
+    Writes ``config.resolved.json`` and ``metrics.jsonl`` to ``run.output_dir``. Raises ``Stopped`` after a signal.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    shape = decoder_config(config)
+    if rank:
+        console = Console(quiet=True)
+    shown = open_progress(console, every=config.steps_per_print or 0)
+    with AnonymousPeak() as memory, _logging_through(shown), StopRequest(shown.say) as stop:
+        try:
+            run = _Run(config, shape, shown, stop, rank, world_size)
+            floor = run.floor() if with_floor else None
+            run.train()
+            return run.summary(memory, floor)
+        finally:
+            shown.close()
+
+
+def decoder_config(config: Config) -> DecoderConfig:
+    """``run.model`` as the shape of a decoder."""
+    names = {field.name for field in fields(DecoderConfig)}
+    needed = 'such as {"d_model": 256, "n_layers": 4, "n_heads": 4, "d_ff": 704}'
+    given = config.run.model
+    if not isinstance(given, dict):
+        raise ConfigError(f"`run.model` is {given!r}, but `infinity train` needs the sizes of its decoder, {needed}.")
+    if unknown := sorted(set(given) - names):
+        raise ConfigError(
+            f"`run.model.{unknown[0]}` is not a key of the decoder; known are {', '.join(sorted(names))}."
+        )
+    try:
+        return DecoderConfig(**given)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"`run.model` does not describe a decoder ({error}); expected sizes {needed}.") from None
+
+
+def seed_everything(seed: int) -> None:
+    """Every generator that a model may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class _Run:
+    """One run from its first byte of text to its last step."""
+
+    def __init__(
+        self, config: Config, shape: DecoderConfig, shown: Shown, stop: StopRequest, rank: int, world_size: int
+    ) -> None:
+        self._config, self._shape, self._shown, self._stop = config, shape, shown, stop
+        self._world_size, self._is_first = world_size, rank == 0
+        self._batch = config.resolve_batch(world_size)
+        self._output = Path(config.run.output_dir)
+        self._output.mkdir(parents=True, exist_ok=True)
+        seed_everything(config.run.seed)
+        self._corpus = Corpus.open(config.run.data)
+        sizes = {"batch_size": self._batch.micro_batch_size, "sequence_length": config.run.sequence_length}
+        self._loader = ByteLoader(self._corpus, **sizes, seed=config.run.seed, rank=rank, world_size=world_size)
+        self._held_back: Batches = ()
+        if config.run.eval_every:
+            self._held_back = evaluation_batches(self._corpus, batches=config.run.eval_batches, **sizes)
+        self._anonymous_before_model = status_bytes("RssAnon")
+        self._losses: dict[int, float] = {}
+        self._last_loss, self._seconds = float("nan"), 0.0
+        self._report: dict[str, Any] = {}
+
+    def floor(self) -> int:
+        """What the same batch costs in anonymous memory without this package."""
+        dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self._config.param_dtype]
+        return measure_floor(
+            asdict(self._shape),
+            batch_size=self._batch.micro_batch_size,
+            sequence_length=self._config.run.sequence_length,
+            dtype=dtype,
+            recompute=self._config.infinity.recompute is not False,
+        )
+
+    def train(self) -> None:
+        """Build the model on its tiers, train it, take everything down again."""
+        with infinity.Init(self._config):
+            model = Decoder(self._shape)
+        engine, _, _, _ = infinity.initialize(model=model, config=self._config)
+        try:
+            if self._is_first:
+                resolved = self._output / "config.resolved.json"
+                resolved.write_text(self._config.to_json(), encoding="utf-8")
+                (self._output / "metrics.jsonl").unlink(missing_ok=True)
+            with MetricsWriter(self._output / "metrics.jsonl" if self._is_first else os.devnull) as metrics:
+                self._shown.begin(heading := self._heading(engine))
+                metrics.write({"event": "start", **asdict(heading), "world_size": self._world_size})
+                self._loop(engine, metrics)
+            self._report = engine.report()
+        finally:
+            self._stop.ending()
+            engine.destroy()
+
+    def _loop(self, engine: Any, metrics: MetricsWriter) -> None:
+        run, meter = self._config.run, StepMeter()
+        tokens = self._batch.train_batch_size * run.sequence_length
+        self._evaluate(engine, metrics, 0)
+        for step in range(1, run.steps + 1):
+            meter.start(engine.report())
+            learning_rate = float(engine.get_lr()[0])
+            total = torch.zeros(())
+            for _ in range(self._batch.accumulation_steps):
+                self._check(step - 1)
+                inputs, targets = (tensor.to(engine.device) for tensor in self._loader.next_batch())
+                loss = engine(inputs, targets)
+                engine.backward(loss)
+                engine.step()
+                total = total + loss.detach().float().cpu()
+            record = meter.finish(
+                engine.report(),
+                step=step,
+                loss=float(total) / self._batch.accumulation_steps,
+                learning_rate=learning_rate,
+                gradient_norm=engine.get_global_grad_norm(),
+                tokens=tokens,
+            )
+            self._last_loss, self._seconds = record.loss, self._seconds + record.seconds
+            self._shown.step(record)
+            metrics.write(record.as_json())
+            if step == run.steps or (run.eval_every and step % run.eval_every == 0):
+                self._evaluate(engine, metrics, step)
+        start = time.perf_counter()
+        engine.settle()
+        self._seconds += time.perf_counter() - start
+
+    def _evaluate(self, engine: Any, metrics: MetricsWriter, step: int) -> None:
+        if not self._held_back:
+            return
+        engine.eval()
+        total = 0.0
+        with torch.no_grad():
+            for inputs, targets in self._held_back:
+                self._check(step)
+                total += float(engine(inputs.to(engine.device), targets.to(engine.device)))
+        engine.train()
+        self._losses[step] = loss = total / len(self._held_back)
+        self._shown.evaluated(step, loss)
+        metrics.write(
+            {"event": "evaluation", "step": step, "loss": loss, "unigram_entropy": self._corpus.unigram_entropy}
+        )
+
+    def _check(self, steps: int) -> None:
+        if self._stop.signal_number is not None:
+            progress = f"after {steps} of {self._config.run.steps} steps"
+            told = f"{progress}; the swap files are gone, {self._output} keeps the metrics."
+            raise Stopped(self._stop.signal_number, told)
+
+    def _heading(self, engine: Any) -> Heading:
+        report = engine.report()
+        return Heading(
+            parameters=report["parameters"],
+            dtype=self._config.param_dtype,
+            steps=self._config.run.steps,
+            micro_batch=self._batch.micro_batch_size,
+            accumulation=self._batch.accumulation_steps,
+            ranks=self._world_size,
+            sequence_length=self._config.run.sequence_length,
+            seed=self._config.run.seed,
+            corpus=self._corpus.source,
+            train_bytes=len(self._corpus.train),
+            held_back_bytes=len(self._corpus.held_back),
+            unigram_entropy=self._corpus.unigram_entropy,
+            io_engine=report["io_engine"],
+            isa=report["isa"],
+        )
+
+    def summary(self, memory: AnonymousPeak, floor: int | None) -> Summary:
+        """The finished run in numbers, also the last line of the metrics."""
+        report, steps = self._report, self._config.run.steps
+        tokens = steps * self._batch.train_batch_size * self._config.run.sequence_length
+        summary = Summary(
+            parameters=report["parameters"],
+            steps=steps,
+            seconds=self._seconds,
+            tokens_per_second=tokens / self._seconds,
+            last_loss=self._last_loss,
+            held_back=self._losses,
+            unigram_entropy=self._corpus.unigram_entropy,
+            tiers=tier_use(report),
+            nvme_read_per_step=report["nvme_last_step"]["read"],
+            nvme_written_per_step=report["nvme_last_step"]["written"],
+            swap_left=_files_in(report["swap_directories"]),
+            memory=ProcessMemory(self._anonymous_before_model, memory.peak_bytes, status_bytes("VmHWM"), floor),
+            output_dir=str(self._output),
+        )
+        if self._is_first:
+            with MetricsWriter(self._output / "metrics.jsonl") as metrics:
+                metrics.write(summary.as_json())
+        return summary
+
+
+def _files_in(directories: Sequence[str]) -> list[str]:
+    return [str(path) for directory in directories for path in sorted(Path(directory).rglob("*")) if path.is_file()]
+
+
+@contextmanager
+def _logging_through(shown: Shown) -> Iterator[None]:
+    log, handler = logging.getLogger("infinity"), LogLines(shown)
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
