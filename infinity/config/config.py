@@ -35,7 +35,7 @@ class Config(Schema):
         super().__init__(**document)
 
     @classmethod
-    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Schema) -> Config:
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
         """Reads a JSON or YAML file, or a dict; raises ConfigError with every problem at once."""
         if isinstance(source, Config):
             return source
