@@ -8,8 +8,10 @@ from infinity.engine.access import (
     get_full_param,
     set_full_param,
 )
+from infinity.engine.build import plan_model as plan
 from infinity.engine.engine import Engine
 from infinity.engine.initialize import initialize
+from infinity.engine.materialize import Init
 from infinity.errors import (
     CapacityError,
     CheckpointError,
@@ -30,6 +32,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "InfinityError",
+    "Init",
     "NonFiniteError",
     "OffloadedError",
     "ScheduleError",
@@ -39,5 +42,6 @@ __all__ = [
     "get_full_optimizer_state",
     "get_full_param",
     "initialize",
+    "plan",
     "set_full_param",
 ]

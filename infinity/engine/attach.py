@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
@@ -42,7 +43,7 @@ class _Nobody:
     def _refuse(self, *arguments: object) -> None:
         raise AssertionError("a placeholder was used before its engine was complete")
 
-    touched = gradient = set_gradient = finish = _refuse
+    touched = gradient = set_gradient = _refuse
 
 
 _NOBODY = _Nobody()
@@ -52,7 +53,6 @@ def store_values(
     bound: list[BoundUnit],
     placement: Placement,
     stores: dict[StateKind, Store],
-    read: Callable[[nn.Parameter], torch.Tensor],
 ) -> None:
     """Writes every parameter to its tier, in compute dtype and as fp32 master, freeing the original as it goes.
 
@@ -66,10 +66,11 @@ def store_values(
             writers.append(FlatWriter(stores[StateKind.MASTER], unit.unit, torch.float32))
         for number, original in enumerate(originals):
             with torch.no_grad():
-                value = read(original).reshape(-1)
+                value = initial_value(original).reshape(-1)
                 for writer in writers:
                     writer.write(unit.unit.layout.slots[number], value)
             del value
+            release_initial_value(original)
             unit.placeholders[number] = _replace(original, unit.placeholders[number])
             for parameters, name in unit.homes[number]:
                 parameters[name] = unit.placeholders[number]
@@ -79,13 +80,15 @@ def store_values(
 
 def _replace(original: nn.Parameter, placeholder: OffloadedParameter) -> OffloadedParameter:
     """Makes ``original`` itself the placeholder where torch allows it; frees its values in any case."""
+    spilled = isinstance(original, OffloadedParameter)
     placeholder.__dict__.update({k: v for k, v in original.__dict__.items() if k not in placeholder.__dict__})
     try:
         torch.utils.swap_tensors(original, placeholder)  # type: ignore[no-untyped-call]
     except RuntimeError:
         original.data = torch.empty(0, dtype=original.dtype, device=original.device)
         return placeholder
-    placeholder.data = torch.empty(0, dtype=placeholder.dtype)
+    if not spilled:
+        placeholder.data = torch.empty(0, dtype=placeholder.dtype)
     return original  # type: ignore[return-value]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,13 @@ def plan_for(model: nn.Module, config: Config, *, world_size: int = 1) -> tuple[
         model, units if isinstance(units, str) else list(units), COMPUTE_DTYPES[config.param_dtype], world_size
     )
     return found, plan_memory(found, config)
+
+
+def plan_model(
+    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | Config, world_size: int = 1
+) -> Plan:
+    """What training ``model`` (it may be on the meta device) would allocate; allocates nothing itself."""
+    return plan_for(model, Config.load(config), world_size=world_size)[1]
 
 
 def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:

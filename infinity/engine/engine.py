@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.engine.access import full_state
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
@@ -258,6 +259,14 @@ class Engine:
             "io_engine": parts.io.backend if parts.io is not None else "none",
             "isa": parts.kernels.isa,
         }
+
+    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
+        return full_state(self.module)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole fp32 state on the CPU, outside the budgets; ``iter_state`` needs one tensor's memory only."""
+        return dict(self.iter_state())
 
     # End --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from infinity.config import Config
 from infinity.engine.attach import bind_units, store_values
 from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
 from infinity.engine.engine import Engine
-from infinity.engine.materialize import initial_value
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ConfigError
@@ -77,7 +76,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     runtime.settle = parts.settle
     runtime.stores = parts.stores
     runtime.placement = parts.plan.placement
-    store_values(bound, parts.plan.placement, parts.stores, initial_value)
+    store_values(bound, parts.plan.placement, parts.stores)
     for unit in bound:
         for placeholder in unit.placeholders:
             placeholder._owner = runtime

@@ -27,10 +27,6 @@ class Owner(Protocol):
         """What assigning ``.grad`` does."""
         ...
 
-    def finish(self, placeholder: OffloadedParameter) -> None:
-        """Called after an operation on the values that ``touched`` gave."""
-        ...
-
 
 class OffloadedParameter(nn.Parameter):
     """A parameter with its real shape, dtype, device and no storage.
@@ -92,19 +88,11 @@ class OffloadedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if name == "__get__":
             name = "data" if func == _DATA_GET else str(getattr(getattr(func, "__self__", None), "__name__", name))
-        touched: list[OffloadedParameter] = []
 
         def real(value: Any) -> Any:
-            if isinstance(value, OffloadedParameter):
-                touched.append(value)
-                return value._owner.touched(value, name)
-            return value
+            return value._owner.touched(value, name) if isinstance(value, OffloadedParameter) else value
 
-        args, kwargs = tree_map(real, args), tree_map(real, kwargs)
-        result = func(*args, **kwargs)
-        for placeholder in touched:
-            placeholder._owner.finish(placeholder)
-        return result
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -243,9 +243,6 @@ class Runtime:
         if not self.closed and self.units[index].unit.trainable:
             self.grads.discard(index, slot)
 
-    def finish(self, placeholder: OffloadedParameter) -> None:
-        """Nothing to do: values lent to a frame go back when the frame ends."""
-
     def loss_factor(self) -> float:
         """What a bare ``loss.backward()`` still has to be multiplied by at the model's output."""
         return 1.0 if self.loss_is_scaled else self.scale / self.accumulation_steps

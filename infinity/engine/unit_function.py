@@ -78,7 +78,7 @@ class EntryModule:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 self.runtime.say_once(
                     f'unit "{self.name}" is given a {type(leaf).__name__}, which computing it twice would change '
-                    "twice: its activations are kept instead. If it is a KV cache, pass use_cache=False to save the memory"
+                    "twice: its activations are kept instead. For a KV cache, pass use_cache=False to save the memory"
                 )
                 return False
         return True
