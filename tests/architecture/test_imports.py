@@ -100,33 +100,42 @@ def faults_in_file(path: str, source: str) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: assert contains .{call.attr}(, which python -O would leave out"
 
 
-def room_graph(files: dict[str, str]) -> dict[str, set[str]]:
-    """Which rooms each room imports, itself left out."""
-    graph: dict[str, set[str]] = {room: set() for room in LAYERS}
+def module_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Which files each file imports. The package's own ``__init__``, which names everything, is left out."""
+    graph: dict[str, set[str]] = {path: set() for path in files}
     for path, source in files.items():
         for _, name in imported_modules(ast.parse(source), path):
             parts = name.split(".")
-            if parts[0] == "infinity" and len(parts) > 1 and parts[1] in LAYERS:
-                graph[room_of(path)].add(parts[1])
-    return {room: targets - {room} for room, targets in graph.items()}
+            for length in range(len(parts), 1, -1):
+                stem = "/".join(parts[1:length])
+                target = next((found for found in (f"{stem}.py", f"{stem}/__init__.py") if found in files), None)
+                if target:
+                    graph[path].add(target)
+                    break
+    return graph
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
-    """Some chain of rooms that imports its own start, or an empty list."""
+    """Some chain of files that imports its own start, or an empty list."""
+    done: set[str] = set()
 
-    def walk(room: str, chain: list[str]) -> list[str]:
-        if room in chain:
-            return [*chain[chain.index(room) :], room]
-        return next((found for target in sorted(graph[room]) if (found := walk(target, [*chain, room]))), [])
+    def walk(path: str, chain: list[str]) -> list[str]:
+        if path in chain:
+            return [*chain[chain.index(path) :], path]
+        if path in done:
+            return []
+        found = next((found for target in sorted(graph[path]) if (found := walk(target, [*chain, path]))), [])
+        done.add(path)
+        return found
 
-    return next((found for room in sorted(graph) if (found := walk(room, []))), [])
+    return next((found for path in sorted(graph) if (found := walk(path, []))), [])
 
 
 def faults(root: Path) -> list[str]:
     files = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
     found = [fault for path, source in files.items() for fault in faults_in_file(path, source)]
-    cycle = cycle_in(room_graph({path: source for path, source in files.items() if room_of(path) in LAYERS}))
-    return found + ([f"rooms import each other in a circle: {' -> '.join(cycle)}"] if cycle else [])
+    cycle = cycle_in(module_graph(files))
+    return found + ([f"files import each other in a circle: {' -> '.join(cycle)}"] if cycle else [])
 
 
 def test_the_package_keeps_its_rules() -> None:
@@ -171,11 +180,12 @@ def test_a_docstring_that_is_missing_or_says_and_is_found(tmp_path: Path, text: 
     assert len(faults(tmp_path)) == 1
 
 
-def test_a_circle_of_rooms_in_one_layer_is_found(tmp_path: Path) -> None:
+def test_a_circle_in_one_layer_is_found(tmp_path: Path) -> None:
     for room, target in (("memory", "storage"), ("storage", "device"), ("device", "memory")):
         (tmp_path / room).mkdir()
-        (tmp_path / room / "a.py").write_text(f'"""Does one thing."""\nimport infinity.{target}.a\n')
-    assert faults(tmp_path) == ["rooms import each other in a circle: device -> memory -> storage -> device"]
+        (tmp_path / room / "a.py").write_text(f'"""Does one thing."""\nfrom infinity.{target} import a\n')
+    circle = "device/a.py -> memory/a.py -> storage/a.py -> device/a.py"
+    assert faults(tmp_path) == [f"files import each other in a circle: {circle}"]
 
 
 def test_allowed_places_are_allowed(tmp_path: Path) -> None:
