@@ -91,12 +91,14 @@ void infinity_aio_engine::run() {
     pthread_setname_np(pthread_self(), "infinity-io");
     std::vector<Completion> completions(blocks_.size());
     for (;;) {
-        fill();
-        const Next next = take_submitted();
+        take_submitted(); // before filling: new requests get their share of the slots that became free
+        Next next;
+        do {
+            fill();
+            next = take_submitted();
+        } while (next == Next::FILL);
         if (next == Next::END)
             return;
-        if (next == Next::FILL)
-            continue;
         const size_t count = transport_->reap(completions.data(), completions.size(), true);
         for (size_t i = 0; i < count; ++i)
             finish(completions[i]);

@@ -1,6 +1,7 @@
 // Tests every backend that runs on this machine through the C interface.
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -19,6 +21,7 @@
 #include <unistd.h>
 
 #include "aio.h"
+#include "engine.h"
 #include "transport.h"
 
 #define CHECK(condition)                                                                                               \
@@ -360,25 +363,6 @@ void file_size_limit(int64_t backend) {
     CHECK_EQUAL(::setrlimit(RLIMIT_FSIZE, &before), 0);
 }
 
-void timeout(int64_t backend) {
-    Directory directory;
-    File file(directory);
-    Memory memory(PAGE);
-    // Reading from a pipe that nobody writes to: in flight until the other end is closed.
-    int ends[2];
-    CHECK_EQUAL(::pipe2(ends, O_CLOEXEC), 0);
-    Engine engine(backend);
-    const infinity_aio_transfer t{-1, ends[0], 512, 512, 0, INFINITY_AIO_READ, 0, memory.data, 10};
-    infinity_aio_request *request = nullptr;
-    CHECK_EQUAL(infinity_aio_submit(engine.handle, &t, &request), 0);
-    // pread and kernel AIO refuse pipes at once; io_uring waits.
-    const int64_t result = infinity_aio_wait(request, 0, nullptr);
-    CHECK(result == 1 || result == -ESPIPE || result == -EINVAL);
-    ::close(ends[1]);
-    CHECK(finish(request) < 0);
-    ::close(ends[0]);
-}
-
 void short_transfers(int64_t backend) {
     infinity_aio_faults faults = no_faults();
     for (double probability : {0.3, 1.0}) {
@@ -530,6 +514,173 @@ void decorator() {
     CHECK(cut > 0 && cut < static_cast<int>(COUNT));
 }
 
+// A transport that completes what the test lets it complete, and remembers what it was asked to move.
+class Scripted final : public infinity::aio::Transport {
+public:
+    explicit Scripted(uint32_t capacity) : capacity_(capacity) {}
+    uint32_t capacity() const override { return capacity_; }
+    void start(uint32_t slot, const infinity::aio::Transfer &t) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        started_.push_back(t);
+        waiting_.push_back({slot, t.length, t.fd});
+    }
+    size_t reap(infinity::aio::Completion *out, size_t room, bool block) override {
+        std::unique_lock<std::mutex> lock(mutex_);
+        size_t count = 0;
+        const auto collect = [&] {
+            for (size_t i = 0; i < waiting_.size() && count < room;) {
+                if (open_ && waiting_[i].fd != held_fd_) {
+                    out[count++] = {waiting_[i].slot, waiting_[i].length};
+                    waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(i));
+                } else {
+                    ++i;
+                }
+            }
+            return count > 0 || woken_;
+        };
+        if (block)
+            changed_.wait(lock, collect);
+        else
+            collect();
+        woken_ = false;
+        return count;
+    }
+    void wake() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        woken_ = true;
+        changed_.notify_one();
+    }
+    // Lets everything complete, except for transfers of `held_fd`.
+    void open(int held_fd = -1) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        open_ = true;
+        held_fd_ = held_fd;
+        changed_.notify_one();
+    }
+    std::vector<infinity::aio::Transfer> started() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return started_;
+    }
+
+private:
+    struct Waiting {
+        uint32_t slot;
+        int64_t length;
+        int fd;
+    };
+    const uint32_t capacity_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<infinity::aio::Transfer> started_;
+    std::vector<Waiting> waiting_;
+    bool open_ = false, woken_ = false;
+    int held_fd_ = -1;
+};
+
+struct ScriptedEngine {
+    explicit ScriptedEngine(uint32_t capacity) {
+        auto transport = std::make_unique<Scripted>(capacity);
+        script = transport.get();
+        engine = std::make_unique<infinity_aio_engine>(std::move(transport), BLOCK);
+    }
+    infinity_aio_request *submit(int direct_fd, int buffered_fd, uint64_t device, int64_t direction, int64_t offset,
+                                 int64_t length, int64_t address = PAGE) {
+        const infinity_aio_transfer t{direct_fd, buffered_fd, 512,    512,
+                                      device,    direction,   offset, reinterpret_cast<void *>(address), length};
+        infinity_aio_request *request = nullptr;
+        CHECK_EQUAL(infinity_aio_submit(engine.get(), &t, &request), 0);
+        return request;
+    }
+    Scripted *script = nullptr;
+    std::unique_ptr<infinity_aio_engine> engine;
+};
+
+void waiting_in_slices() {
+    ScriptedEngine e(4);
+    infinity_aio_request *request = e.submit(-1, 5, 0, INFINITY_AIO_READ, 0, BLOCK);
+    CHECK_EQUAL(infinity_aio_done(request), 0);
+    CHECK_EQUAL(infinity_aio_wait(request, 0, nullptr), 1);
+    CHECK_EQUAL(infinity_aio_wait(request, 1, nullptr), 1);
+    e.script->open();
+    CHECK_EQUAL(finish(request), 0);
+}
+
+// While the first block holds the engine up, a long write, a long read and a write to another disk queue up behind it.
+void lanes_take_turns() {
+    ScriptedEngine e(4);
+    std::vector<infinity_aio_request *> requests;
+    requests.push_back(e.submit(-1, 9, 9, INFINITY_AIO_READ, 0, BLOCK));
+    while (e.script->started().empty())
+        std::this_thread::yield();
+    for (int fd : {1, 2, 3})
+        requests.push_back(
+            e.submit(-1, fd, fd == 3 ? 1 : 0, fd == 2 ? INFINITY_AIO_READ : INFINITY_AIO_WRITE, 0, 20 * BLOCK));
+    e.script->open();
+    for (auto *request : requests)
+        CHECK_EQUAL(finish(request), 0);
+    const auto started = e.script->started();
+    CHECK_EQUAL(started.size(), 61);
+    int64_t next[4] = {};
+    for (size_t i = 1; i < started.size(); ++i) {
+        int64_t &expected = next[started[i].fd];
+        CHECK_EQUAL(started[i].offset, expected); // in order within a request
+        expected += BLOCK;
+        // Its turn comes as often as that of the others, but for what the write got while it was alone.
+        for (int fd : {2, 3})
+            CHECK(next[1] - next[fd] <= 4 * BLOCK && next[fd] - next[1] <= BLOCK);
+    }
+}
+
+// A disk that does not answer takes its share of the queue and no more.
+void slow_disk_leaves_room() {
+    ScriptedEngine e(4);
+    infinity_aio_request *const first = e.submit(-1, 9, 9, INFINITY_AIO_READ, 0, 4 * BLOCK);
+    while (e.script->started().size() < 4) // the queue is full, so the next two requests arrive together
+        std::this_thread::yield();
+    infinity_aio_request *const slow = e.submit(-1, 1, 1, INFINITY_AIO_READ, 0, 20 * BLOCK);
+    infinity_aio_request *const fast = e.submit(-1, 2, 2, INFINITY_AIO_READ, 0, 20 * BLOCK);
+    e.script->open(1);
+    CHECK_EQUAL(finish(first), 0);
+    CHECK_EQUAL(finish(fast), 0);
+    CHECK_EQUAL(infinity_aio_done(slow), 0);
+    int64_t slow_at_last_fast = 0, slow_so_far = 0;
+    for (const auto &t : e.script->started()) {
+        slow_so_far += t.fd == 1;
+        if (t.fd == 2)
+            slow_at_last_fast = slow_so_far;
+    }
+    CHECK(slow_at_last_fast >= 1 && slow_at_last_fast <= 3);
+    e.script->open();
+    CHECK_EQUAL(finish(slow), 0);
+}
+
+void whole_pages_are_direct() {
+    ScriptedEngine e(4);
+    e.script->open();
+    constexpr int DIRECT = 1, BUFFERED = 2;
+    const auto descriptors = [&](int64_t offset, int64_t length, int64_t address) {
+        const size_t before = e.script->started().size();
+        CHECK_EQUAL(finish(e.submit(DIRECT, BUFFERED, 0, INFINITY_AIO_WRITE, offset, length, address)), 0);
+        std::string result;
+        int64_t moved = 0;
+        const auto started = e.script->started();
+        for (size_t i = before; i < started.size(); ++i) {
+            result += started[i].fd == DIRECT ? 'd' : 'b';
+            CHECK_EQUAL(started[i].index, i);
+            moved += started[i].length;
+        }
+        CHECK_EQUAL(moved, length);
+        return result;
+    };
+    CHECK(descriptors(PAGE, 2 * BLOCK, PAGE) == "dd");
+    CHECK(descriptors(0, PAGE, PAGE + 512) == "d");
+    CHECK(descriptors(0, 2 * BLOCK + PAGE + 1, PAGE) == "dddb");
+    CHECK(descriptors(0, BLOCK + 512, PAGE) == "db"); // the disk could, but the page is shared with buffered writes
+    CHECK(descriptors(512, BLOCK, PAGE) == "b");
+    CHECK(descriptors(0, 2 * BLOCK, PAGE + 64) == "bb");
+    CHECK(descriptors(0, 17, PAGE) == "b");
+}
+
 void alignment() {
     Directory directory;
     File file(directory);
@@ -571,7 +722,6 @@ const Test TESTS[] = {
     {"bad_descriptors", bad_descriptors},
     {"refuses_nonsense", refuses_nonsense},
     {"file_size_limit", file_size_limit},
-    {"timeout", timeout},
     {"short_transfers", short_transfers},
     {"every_fault_at_once", every_fault_at_once},
     {"failing_block", failing_block},
@@ -586,7 +736,11 @@ int main() {
     int passed = 0;
     alignment();
     decorator();
-    passed += 2;
+    waiting_in_slices();
+    lanes_take_turns();
+    slow_disk_leaves_room();
+    whole_pages_are_direct();
+    passed += 6;
     CHECK_EQUAL(available(INFINITY_AIO_THREADS), 0);
     const char *names[] = {"io_uring", "aio", "threads"};
     for (int64_t backend : {INFINITY_AIO_URING, INFINITY_AIO_KERNEL, INFINITY_AIO_THREADS}) {
