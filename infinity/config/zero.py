@@ -23,16 +23,17 @@ class OffloadConfig(Block):
     device: Literal["none", "cpu", "nvme", "auto"] = "none"
     nvme_path: Directories | None = None
     """Swap directories, one per disk; without it those of ``infinity.nvme_path`` serve."""
-    pin_memory: bool = False
-    buffer_count: AutoCount = "auto"
-    buffer_size: AutoCount = "auto"
-    """Elements per buffer."""
-    max_in_cpu: AutoNatural = "auto"
-    """Elements that may stay in host memory although the device is NVMe."""
+    pin_memory: Annotated[bool, NoEffect] = False
+    """Host memory is pinned where there is an accelerator to copy to."""
     ratio: Fraction01 = 1.0
     """Share of the elements that is offloaded."""
-    pipeline_read: bool = True
-    pipeline_write: bool = True
+
+    # Buffers are counted and sized by the plan; reads and writes always overlap with compute.
+    buffer_count: Annotated[AutoCount, NoEffect] = "auto"
+    buffer_size: Annotated[AutoCount, NoEffect] = "auto"
+    max_in_cpu: Annotated[AutoNatural, NoEffect] = "auto"
+    pipeline_read: Annotated[bool, NoEffect] = True
+    pipeline_write: Annotated[bool, NoEffect] = True
     fast_init: Annotated[bool, NoEffect] = False
     super_offload: Annotated[bool, NoEffect] = False
     cpuadam_cores_perc: Annotated[float, NoEffect] = 0.8
@@ -51,16 +52,13 @@ class ZeroConfig(Block):
     offload_optimizer: OffloadConfig | None = None
     sub_group_size: AutoCount = "auto"
     """Elements of a shard that the optimizer reads, updates and writes at a time."""
-    reduce_bucket_size: AutoCount = "auto"
-    """Elements reduced at a time."""
-    allgather_bucket_size: AutoCount = "auto"
-    """Elements gathered at a time."""
-    stage3_prefetch_bucket_size: AutoNatural = "auto"
-    """Elements read ahead of use."""
-    overlap_comm: bool = True
-    contiguous_gradients: bool = True
 
-    # What follows tunes machinery that does not exist here.
+    # What follows tunes machinery that does not exist here: a unit is what moves, at once and in place.
+    reduce_bucket_size: Annotated[AutoCount, NoEffect] = "auto"
+    allgather_bucket_size: Annotated[AutoCount, NoEffect] = "auto"
+    stage3_prefetch_bucket_size: Annotated[AutoNatural, NoEffect] = "auto"
+    overlap_comm: Annotated[bool, NoEffect] = True
+    contiguous_gradients: Annotated[bool, NoEffect] = True
     stage3_max_live_parameters: Annotated[AutoNatural, NoEffect] = "auto"
     stage3_max_reuse_distance: Annotated[AutoNatural, NoEffect] = "auto"
     stage3_param_persistence_threshold: Annotated[AutoNatural, NoEffect] = "auto"

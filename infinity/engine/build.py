@@ -106,10 +106,7 @@ def plan_model(
 def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
     group = open_group()
-    if config.infinity.device == "cuda":
-        raise ConfigError(
-            'infinity.device is "cuda"; this version computes on the CPU only. Leave it out or set it to "cpu"'
-        )
+    _check_supported(config)
     found, plan = plan_for(model, config, world_size=group.world_size)
     if injected.read_ahead is not None:
         plan = plan_memory(found, config, read_ahead=injected.read_ahead)
@@ -131,6 +128,27 @@ def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:
         raise
     log.info("%s", plan.render())
     return parts
+
+
+def _check_supported(config: Config) -> None:
+    """Refuses what the config may say but this version cannot do; nothing is ignored in silence."""
+    own, zero = config.infinity, config.zero_optimization
+    partly = [block for block in (zero.offload_param, zero.offload_optimizer) if block and block.ratio != 1.0]
+    unsupported = {
+        'infinity.device: "cuda"': own.device == "cuda",
+        f'infinity.activations: "{own.activations}"': own.activations != "device",
+        "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
+        "infinity.tile_bytes": own.tile_bytes != "auto",
+        "infinity.verify": own.verify,
+        f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
+        "fp16.auto_cast": config.fp16.auto_cast,
+        "an offload ratio below 1": bool(partly),
+    }
+    problems = [
+        f"{what} is not available in this version; leave it out" for what, asked in unsupported.items() if asked
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _open_stores(parts: Parts, injected: Injected) -> None:

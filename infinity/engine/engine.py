@@ -106,8 +106,21 @@ class Engine:
             self._step()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0:
+            log.info("%s", self._progress())
+
+    def _progress(self) -> str:
+        """One line: steps, skipped ones, learning rates, norm, with the time split if the config wants it."""
+        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
+        line = f"step {self.global_steps}, skipped {self.skipped_steps}, lr {rates}, gradient norm {self._norm:.4g}"
+        if self.config.wall_clock_breakdown:
+            times = self._parts.ledger.seconds
+            line += "".join(f", {name} {seconds:.3f} s" for name, seconds in times.items())
+        return line
 
     def _step(self) -> None:
+        assert self.optimizer is not None
         grads, scale = self._parts.grads, self._scaler.scale
         total = grads.total()
         self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
@@ -134,6 +147,7 @@ class Engine:
         grads.reset()
         self._parts.params.invalidate(tickets)
         self._applied = True
+        self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers warn if they step before the optimizer
         self._synchronise_scale()
         self._note_traffic()
 

@@ -26,7 +26,7 @@ FULL: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
         "sub_group_size": 1e8,
-        "offload_param": {"device": "nvme", "nvme_path": "/nvme0", "buffer_count": 6},
+        "offload_param": {"device": "nvme", "nvme_path": "/nvme0", "ratio": 0.5},
         "offload_optimizer": {"device": "nvme", "nvme_path": ["/nvme0", "/nvme1"], "pin_memory": True},
     },
     "aio": {"block_size": "2MiB", "queue_depth": "auto", "intra_op_parallelism": 4},
@@ -58,7 +58,7 @@ def test_attributes_are_named_as_the_keys(tmp_path: Path) -> None:
     assert config.zero_optimization.sub_group_size == 100_000_000
     assert config.zero_optimization.offload_param is not None
     assert config.zero_optimization.offload_param.nvme_path == ("/nvme0",)
-    assert config.zero_optimization.offload_param.buffer_count == 6
+    assert config.zero_optimization.offload_param.ratio == 0.5
     assert config.aio.block_size == 2 << 20
     assert config.aio.threads == 4
     assert config.infinity.device_memory == 8 << 30
