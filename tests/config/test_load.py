@@ -27,7 +27,7 @@ FULL: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": 1e8,
         "offload_param": {"device": "nvme", "nvme_path": "/nvme0", "ratio": 0.5},
-        "offload_optimizer": {"device": "nvme", "nvme_path": ["/nvme0", "/nvme1"], "pin_memory": True},
+        "offload_optimizer": {"device": "nvme", "nvme_path": ["/nvme0", "/nvme1"], "ratio": 0.25},
     },
     "aio": {"block_size": "2MiB", "queue_depth": "auto", "intra_op_parallelism": 4},
     "infinity": {
