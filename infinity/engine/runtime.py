@@ -47,7 +47,7 @@ class BoundUnit:
 
     def unbind(self, leaves: list[nn.Parameter]) -> None:
         """Shows again what was bound before, placeholders in the end."""
-        self._bound.remove(leaves)
+        self._bound = [other for other in self._bound if other is not leaves]
         self._show(self._bound[-1] if self._bound else self.placeholders)
 
     def _show(self, values: Sequence[nn.Parameter]) -> None:

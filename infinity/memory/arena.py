@@ -38,7 +38,8 @@ class Arena:
                 f"{purpose} needs {padded} bytes of {self.tier.value} memory but the plan left "
                 f"{self.capacity - self.carved} of {self.capacity}"
             )
-        region = self._memory[self.carved : self.carved + nbytes]
+        # .data, because views share a version counter: a write to one region would make autograd refuse all others.
+        region = self._memory[self.carved : self.carved + nbytes].data
         self.carved += padded
         self.allocations += 1
         return region
