@@ -120,7 +120,7 @@ class Kernels(Protocol):
 
     @property
     def isa(self) -> str:
-        """"scalar", "avx2", "avx512", "neon" or "torch"."""
+        """One of scalar, avx2, avx512, neon, torch."""
 
     @property
     def threads(self) -> int:
