@@ -80,15 +80,21 @@ class ParamStream:
             for index in indices:
                 self._await_update(index)
             return
-        for index in indices:
-            schedule.use(index, backward=phase is Phase.BACKWARD)
-            resident = self._residents.get(index)
-            if resident is None:
-                resident = self._fetch(index, self._slab_for(index, schedule, demanded=True))
-            resident.lent += 1
-        self._prefetch(schedule)
-        for index in indices:
-            self._arrive(index)
+        taken = []
+        try:
+            for index in indices:
+                schedule.use(index, backward=phase is Phase.BACKWARD)
+                resident = self._residents.get(index)
+                if resident is None:
+                    resident = self._fetch(index, self._slab_for(index, schedule, demanded=True))
+                resident.lent += 1
+                taken.append(index)
+            self._prefetch(schedule)
+            for index in indices:
+                self._arrive(index)
+        except BaseException:
+            self.release(taken)
+            raise
 
     def release(self, indices: Iterable[int]) -> None:
         """Ends one use of each unit."""
@@ -192,7 +198,7 @@ class ParamStream:
             )
             raise CapacityError(
                 f'device memory: unit "{self._units[index].name}" is needed while {users} are in use and hold every '
-                f"slab of {pool.nbytes} bytes. Raise infinity.device_memory by {pool.nbytes} bytes"
+                f"slab of {pool.nbytes} bytes. Raise infinity.slabs, with infinity.device_memory by {pool.nbytes} bytes"
             )
         return None
 
