@@ -19,7 +19,14 @@ class ConfigError(InfinityError):
 
 
 class CapacityError(InfinityError):
-    """A plan that does not fit a tier's budget or the machine, found before anything was allocated."""
+    """A plan that does not fit a tier's budget or the machine, found before anything was allocated.
+
+    ``missing`` is how many bytes it is too large, over all tiers.
+    """
+
+    def __init__(self, message: str, missing: int = 0) -> None:
+        self.missing = missing
+        super().__init__(message)
 
 
 class StorageError(InfinityError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,8 @@ from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
 from infinity.obs.ledger import Ledger
 from infinity.optim.updater import Updater
-from infinity.plan import Plan, plan_memory
-from infinity.plan.memory import slab_classes, staging_bytes_per_element
+from infinity.plan import Plan, PlanLine, plan_memory
+from infinity.plan.memory import slab_classes
 from infinity.plan.placement import STREAMED_KINDS
 from infinity.shard.partition import Partition, partition
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
@@ -76,15 +77,16 @@ class Parts:
             store.settle()
 
     def close(self) -> None:
-        """Ends threads, closes files, removes swap, gives memory back."""
-        for lane in self.lanes:
-            lane.close()
-        if self.io is not None:
-            self.io.close()
-        for directory in self.swap:
-            directory.remove()
-        for memory in self.memories:
-            memory.free()
+        """Ends threads, closes files, removes swap, gives memory back; what fails does not keep the rest from it."""
+        with ExitStack() as last_to_first:
+            for memory in self.memories:
+                last_to_first.callback(memory.free)
+            for directory in self.swap:
+                last_to_first.callback(directory.remove)
+            if self.io is not None:
+                last_to_first.callback(self.io.close)
+            for lane in reversed(self.lanes):
+                last_to_first.callback(lane.close)
 
 
 def plan_for(model: nn.Module, config: Config, *, world_size: int = 1) -> tuple[Partition, Plan]:
@@ -164,7 +166,6 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             faults=injected.faults,
         )
     extents = _reserve_swap(parts, on_nvme)
-    staging = staging_bytes_per_element(placement, [unit for unit in partition.units if unit.trainable])
     for kind in STREAMED_KINDS:
         if placement[kind] is not Tier.NVME:
             arena = parts.arenas[placement[kind]]
@@ -175,12 +176,8 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             }
             parts.stores[kind] = MemoryStore(placement[kind], regions)
             continue
-        pool = None
-        if kind in staging:
-            nbytes = parts.plan.subgroup_numel * staging[kind]
-            pool = SlabPool(
-                parts.arenas[Tier.HOST], parts.plan.ring, nbytes, f"{kind.value} staging", poison=injected.poison
-            )
+        staging = parts.plan.staging.get(kind)
+        pool = None if staging is None else _pool(parts, staging, injected)
         if parts.io is not None:
             parts.stores[kind] = FileStore(parts.io, extents.get(kind, {}), parts.ledger, pool)
 
@@ -239,6 +236,10 @@ def _wire(parts: Parts, injected: Injected) -> None:
     parts.updater = Updater(
         plan.placement, parts.stores, parts.kernels, plan.subgroup_numel, plan.read_ahead, update, parts.ledger
     )
+
+
+def _pool(parts: Parts, line: PlanLine, injected: Injected) -> SlabPool:
+    return SlabPool(parts.arenas[line.tier], line.count, line.nbytes, line.purpose, poison=injected.poison)
 
 
 def _pools(parts: Parts, tier: Tier, counts: dict[int, int], purpose: str, injected: Injected) -> dict[int, SlabPool]:

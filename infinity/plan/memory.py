@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,7 +51,9 @@ class Plan:
     """Everything the engine will allocate, tier by tier, with the choices that led to it.
 
     ``param_slabs`` and ``grad_slabs`` map a slab size in bytes to how many there are; ``subgroup_numel`` is in
-    elements; ``ring`` is how many sub-groups may be in flight between read-ahead and write-behind.
+    elements; ``staging`` are the slabs through which the optimizer streams the kinds that live on NVMe, ``ring`` how
+    many sub-groups are in flight between read-ahead and write-behind. ``update_read`` and ``update_written`` are the
+    NVMe bytes of one optimizer step in which every trained parameter has a gradient.
     """
 
     placement: Placement
@@ -58,11 +61,14 @@ class Plan:
     budgets: dict[Tier, int | None]
     param_slabs: dict[int, int]
     grad_slabs: dict[int, int]
+    staging: dict[StateKind, PlanLine]
     subgroup_numel: int
     parameters: int
     trained_parameters: int
     read_ahead: int
     ring: int
+    update_read: int
+    update_written: int
 
     def total(self, tier: Tier) -> int:
         """Planned bytes of ``tier``."""
@@ -100,14 +106,13 @@ def plan_memory(
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
     budgets = {tier: _budget(tier, config) for tier in Tier}
-    refusal: CapacityError | None = None
+    refusals = []
     for placement in candidates(config, device_is_host=device_is_host):
         try:
             return _plan(partition, config, placement, budgets, read_ahead)
         except CapacityError as error:
-            refusal = error
-    assert refusal is not None
-    raise refusal
+            refusals.append(error)
+    raise min(refusals, key=lambda refusal: refusal.missing)
 
 
 def slab_classes(units: Sequence[Unit], sizes: Sequence[int]) -> dict[int, list[Unit]]:
@@ -137,84 +142,100 @@ def _plan(
         for kind in STREAMED_KINDS
         if placement[kind] is Tier.NVME
     ]
-    param_classes: dict[int, list[Unit]] = {}
-    if not placement.lends_in_place:
-        param_classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
     grad_slabs: dict[int, int] = {}
     if placement[StateKind.GRAD] is Tier.NVME:
         sizes = [placement.nbytes(StateKind.GRAD, unit) for unit in trained]
         grad_slabs = {nbytes: min(GRAD_SLABS, len(units)) for nbytes, units in slab_classes(trained, sizes).items()}
     lines += [PlanLine(Tier.HOST, "gradient staging", count, nbytes) for nbytes, count in grad_slabs.items()]
-
+    update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
-        placement, tuple(lines), budgets, {}, grad_slabs, 0, partition.parameters, partition.trained_parameters,
-        read_ahead, read_ahead + 1 + WRITE_BEHIND,
+        placement, tuple(lines), budgets, {}, grad_slabs, {}, 0, partition.parameters, partition.trained_parameters,
+        read_ahead, 0, update_read, update_written,
     )  # fmt: skip
-    param_slabs = _param_slabs(base, param_classes, config)
-    lines += [PlanLine(Tier.DEVICE, "parameter slabs", count, nbytes) for nbytes, count in param_slabs.items()]
-    base = replace(base, param_slabs=param_slabs, lines=tuple(lines))
-    plan = _with_subgroups(base, trained, config)
-    for tier in Tier:
-        _check(plan, tier)
+    plan = _with_subgroups(_with_param_slabs(base, partition, config), trained, config)
+    _check_budgets(plan, partition)
     if placement.device_is_host:
         _check_ram(plan)
     return plan
 
 
-def _param_slabs(plan: Plan, classes: dict[int, list[Unit]], config: Config) -> dict[int, int]:
-    """How many slabs of each size: one at least, then as many as the budget gives, evenly over the sizes."""
-    if not classes:
-        return {}
-    budget = plan.budgets[Tier.DEVICE]
-    counts = {nbytes: len(units) if nbytes <= PERSISTENT_BYTES else 1 for nbytes, units in classes.items()}
+def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int, int]:
+    """NVMe bytes that one step reads, that it writes. A 16-bit copy beside a master is only written."""
+    read = written = 0
+    for unit in trained:
+        for kind in STREAMED_KINDS:
+            if placement[kind] is Tier.NVME:
+                nbytes = placement.nbytes(kind, unit)
+                read += 0 if kind is StateKind.PARAM and placement.has(StateKind.MASTER, unit) else nbytes
+                written += 0 if kind is StateKind.GRAD else nbytes
+    return read, written
+
+
+def _with_param_slabs(plan: Plan, partition: Partition, config: Config) -> Plan:
+    """How many slabs of each size: as many as are lent at once, then as many as the budget gives, evenly over sizes."""
+    if plan.placement.lends_in_place:
+        return plan
+    classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
+    counts = _lent_at_once(partition, classes)
+    budget, wanted = plan.budgets[Tier.DEVICE], config.infinity.slabs
     used = plan.total(Tier.DEVICE) + sum(count * round_up(nbytes, PAGE_BYTES) for nbytes, count in counts.items())
-    if budget is not None and used > budget:
-        largest = max(classes)
-        raise CapacityError(
-            f'device memory: unit "{classes[largest][0].name}" alone needs a slab of {format_bytes(largest)}, all '
-            f"slab sizes once need {used} bytes, but infinity.device_memory is {budget}. Raise it to at least {used} "
-            f"bytes, or make units smaller (infinity.units)"
-        )
-    wanted = config.infinity.slabs
-    limit = AUTO_SLABS if budget is None else max(len(units) for units in classes.values())
-    ceiling = limit if wanted == "auto" else int(wanted)
-    growing = True
-    while growing:
-        growing = False
-        for nbytes in sorted(classes):
-            if counts[nbytes] >= min(ceiling, len(classes[nbytes])):
-                continue
-            if budget is not None and used + round_up(nbytes, PAGE_BYTES) > budget:
-                continue
-            counts[nbytes] += 1
-            used += round_up(nbytes, PAGE_BYTES)
-            growing = True
+    small = [nbytes for nbytes in sorted(classes) if nbytes <= PERSISTENT_BYTES and wanted == "auto"]
+    ceiling = len(partition.units) if budget is not None else AUTO_SLABS
+    for sizes, limit in ((small, len(partition.units)), (sorted(classes), ceiling if wanted == "auto" else wanted)):
+        growing = True
+        while growing:
+            growing = False
+            for nbytes in sizes:
+                cost = round_up(nbytes, PAGE_BYTES)
+                if counts[nbytes] < min(limit, len(classes[nbytes])) and (budget is None or used + cost <= budget):
+                    counts[nbytes] += 1
+                    used += cost
+                    growing = True
+    slabs = tuple(PlanLine(Tier.DEVICE, "parameter slabs", count, nbytes) for nbytes, count in counts.items())
+    return replace(plan, param_slabs=counts, lines=plan.lines + slabs)
+
+
+def _lent_at_once(partition: Partition, classes: dict[int, list[Unit]]) -> dict[int, int]:
+    """Slabs of each size that one call needs: its own units with those of every call around it."""
+    size_of = {unit.index: nbytes for nbytes, units in classes.items() for unit in units}
+    counts = dict.fromkeys(classes, 1)
+    for entry in partition.entries:
+        around = [other for other in partition.entries if _encloses(other.path, entry.path)]
+        lent = Counter(size_of[index] for index in {index for other in around for index in other.units})
+        for nbytes, count in lent.items():
+            counts[nbytes] = max(counts[nbytes], count)
     return counts
 
 
+def _encloses(outer: str, inner: str) -> bool:
+    return outer in ("", inner) or inner.startswith(f"{outer}.")
+
+
 def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan:
-    """Chooses the sub-group size, then adds the staging ring of every kind that the optimizer streams."""
-    largest = max((unit.layout.shard_numel for unit in trained), default=0)
-    per_element = staging_bytes_per_element(plan.placement, trained)
-    if not trained or not per_element:
-        return replace(plan, subgroup_numel=max(largest, 1))
+    """Chooses the sub-group size, then adds the staging slabs of every kind that the optimizer streams."""
+    largest = max((unit.layout.shard_numel for unit in trained), default=1)
     given = config.zero_optimization.sub_group_size
     budget = plan.budgets[Tier.HOST]
-    numel = min(largest, AUTO_SUBGROUP_NUMEL)
-    if given != "auto" and "sub_group_size" in config.zero_optimization.model_fields_set:
-        numel = min(largest, int(given))
-    elif budget is not None:
-        left = budget - plan.total(Tier.HOST)
-        while numel > MIN_SUBGROUP_NUMEL and plan.ring * sum(per_element.values()) * numel > left:
-            numel //= 2
-    numel = round_up(max(numel, 1), PAGE_BYTES // 2)
-    groups = sum(len(subgroups(unit.layout.shard_numel, numel)) for unit in trained)
-    plan = replace(plan, subgroup_numel=numel, ring=min(plan.ring, groups))
-    ring = tuple(
-        PlanLine(Tier.HOST, f"{_NAMES[kind]} staging", plan.ring, numel * nbytes)
-        for kind, nbytes in per_element.items()
-    )
-    return replace(plan, lines=plan.lines + ring)
+    numel = min(largest, AUTO_SUBGROUP_NUMEL if given == "auto" else given)
+    staged = _with_staging(plan, trained, numel)
+    while given == "auto" and budget is not None and numel > MIN_SUBGROUP_NUMEL and staged.total(Tier.HOST) > budget:
+        numel //= 2
+        staged = _with_staging(plan, trained, numel)
+    return staged if staged.staging else replace(plan, subgroup_numel=largest)
+
+
+def _with_staging(plan: Plan, trained: Sequence[Unit], numel: int) -> Plan:
+    numel = round_up(numel, PAGE_BYTES // 2)
+    groups = {unit.index: len(subgroups(unit.layout.shard_numel, numel)) for unit in trained}
+    ring = min(plan.read_ahead + 1 + WRITE_BEHIND, sum(groups.values()))
+    staging = {}
+    for kind, nbytes in staging_bytes_per_element(plan.placement, trained).items():
+        # Gradients are only read, so their slabs are free again before anything is written behind.
+        depth = plan.read_ahead + 1 if kind is StateKind.GRAD else ring
+        count = min(depth, sum(groups[unit.index] for unit in trained if plan.placement.has(kind, unit)))
+        staging[kind] = PlanLine(Tier.HOST, f"{_NAMES[kind]} staging", count, numel * nbytes)
+    lines = plan.lines + tuple(staging.values())
+    return replace(plan, subgroup_numel=numel, ring=ring, staging=staging, lines=lines)
 
 
 def staging_bytes_per_element(placement: Placement, trained: Sequence[Unit]) -> dict[StateKind, int]:
@@ -226,22 +247,24 @@ def staging_bytes_per_element(placement: Placement, trained: Sequence[Unit]) -> 
     }
 
 
-def _check(plan: Plan, tier: Tier) -> None:
-    budget, needed = plan.budgets[tier], plan.total(tier)
-    if budget is None or needed <= budget:
-        return
-    biggest = max((line for line in plan.lines if line.tier is tier), key=lambda line: line.total)
-    key = "nvme_space" if tier is Tier.NVME else f"{tier.value}_memory"
-    remedy = {
-        Tier.DEVICE: "or offload to a slower tier (zero_optimization.offload_param / offload_optimizer)",
-        Tier.HOST: "or set a smaller zero_optimization.sub_group_size, or place a kind on NVMe (infinity.placement)",
-        Tier.NVME: "or keep a kind in host memory (infinity.placement)",
-    }[tier]
-    raise CapacityError(
-        f"{tier.value} memory: the plan needs {needed} bytes ({format_bytes(needed)}), most of it for "
-        f"{biggest.purpose} ({format_bytes(biggest.total)}), but infinity.{key} is {budget} ({format_bytes(budget)}). "
-        f"Raise it to at least {needed} bytes, {remedy}"
-    )
+def _check_budgets(plan: Plan, partition: Partition) -> None:
+    problems, missing = [], 0
+    for tier in Tier:
+        budget, needed = plan.budgets[tier], plan.total(tier)
+        if budget is None or needed <= budget:
+            continue
+        missing += needed - budget
+        biggest = max((line for line in plan.lines if line.tier is tier), key=lambda line: line.total)
+        unit = max(partition.units, key=lambda unit: unit.layout.nbytes())
+        key = "nvme_space" if tier is Tier.NVME else f"{tier.value}_memory"
+        problems.append(
+            f"{tier.value} memory: the plan needs {needed} bytes ({format_bytes(needed)}), most of it for "
+            f'{biggest.purpose} ({format_bytes(biggest.total)}; the largest unit is "{unit.name}", '
+            f"{format_bytes(unit.layout.nbytes())}), but infinity.{key} is {budget} ({format_bytes(budget)}). Raise it "
+            f"to at least {needed} bytes, {_REMEDIES[tier]}"
+        )
+    if problems:
+        raise CapacityError("\n".join(problems), missing)
 
 
 def _check_ram(plan: Plan) -> None:
@@ -250,7 +273,8 @@ def _check_ram(plan: Plan) -> None:
         raise CapacityError(
             f"RAM: the plan needs {format_bytes(needed)} for device and host memory together, but this machine or its "
             f"cgroup has {format_bytes(available)} left. Offload to NVMe (offload_param, offload_optimizer) or lower "
-            "infinity.device_memory and infinity.host_memory"
+            "infinity.device_memory and infinity.host_memory",
+            needed - available,
         )
 
 
@@ -286,4 +310,11 @@ _NAMES = {
     StateKind.MASTER: "fp32 masters",
     StateKind.EXP_AVG: "exp_avg",
     StateKind.EXP_AVG_SQ: "exp_avg_sq",
+}
+
+_REMEDIES = {
+    Tier.DEVICE: "or make units smaller (infinity.units), or offload more (zero_optimization.offload_param, "
+    "offload_optimizer)",
+    Tier.HOST: "or set a smaller zero_optimization.sub_group_size, or place a kind on NVMe (infinity.placement)",
+    Tier.NVME: "or keep a kind in host memory (infinity.placement)",
 }
