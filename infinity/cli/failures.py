@@ -22,7 +22,8 @@ class Stopped(Exception):
 @contextmanager
 def reported(*, debug: bool) -> Iterator[None]:
     """Exit 1 on an error, 128 + the signal's number when stopped; ``debug`` lets the traceback through."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False)
+    errors.soft_wrap = not errors.is_terminal  # a reader of a file wants whole lines
     try:
         yield
     except Stopped as stopped:

@@ -10,15 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LinkUse:
-    """Bytes that went over a link during a step, seconds during which it had work."""
+    """Bytes that went over a link during a step; ``rate`` is their average over the whole step in GB/s (10^9)."""
 
     bytes: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """GB/s (10^9 bytes) while busy, 0 if it never was."""
-        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class StepRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        return self.tokens / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """The line of this step in metrics.jsonl."""
@@ -91,22 +86,18 @@ class StepMeter:
         tokens: int,
     ) -> StepRecord:
         """The step that began at ``start`` ends now."""
-        before = self._report
+        before, seconds = self._report, time.perf_counter() - self._start
+        traffic = {name: use["bytes"] - before["links"][name]["bytes"] for name, use in report["links"].items()}
         return StepRecord(
             step=step,
             loss=loss,
             learning_rate=learning_rate,
             gradient_norm=gradient_norm,
             tokens=tokens,
-            seconds=time.perf_counter() - self._start,
+            seconds=seconds,
             phases={name: value - before["time"][name] for name, value in report["time"].items()},
             stalls={name: value - before["stalls"].get(name, 0.0) for name, value in report["stalls"].items()},
-            links={
-                name: LinkUse(
-                    use["bytes"] - before["links"][name]["bytes"], use["seconds"] - before["links"][name]["seconds"]
-                )
-                for name, use in report["links"].items()
-            },
+            links={name: LinkUse(moved, moved / seconds / 1e9) for name, moved in traffic.items()},
             tiers=tier_use(report),
         )
 

@@ -44,13 +44,14 @@ class Heading:
     isa: str
 
     def lines(self) -> list[str]:
-        """Two lines: the model, the text."""
+        """The model, the run, the text."""
         batch = " x ".join(str(n) for n in (self.micro_batch, self.accumulation, self.ranks) if n > 1) or "1"
+        train, held_back = format_bytes(self.train_bytes), format_bytes(self.held_back_bytes)
         return [
-            f"{self.parameters / 1e6:.1f} M parameters in {self.dtype}, {self.steps} steps of {batch} x "
-            f"{self.sequence_length} tokens, seed {self.seed}, I/O {self.io_engine}, Adam {self.isa}",
-            f"{self.corpus}: {format_bytes(self.train_bytes)} to train on, {format_bytes(self.held_back_bytes)} held "
-            f"back, unigram entropy {self.unigram_entropy:.3f} nats per byte",
+            f"model   {self.parameters / 1e6:.1f} M parameters in {self.dtype}, Adam {self.isa}, I/O {self.io_engine}",
+            f"run     {self.steps} steps of {batch} x {self.sequence_length} tokens, seed {self.seed}",
+            f"text    {self.corpus}, {train} to train on, {held_back} held back",
+            f"        unigram entropy {self.unigram_entropy:.3f} nats per byte",
         ]
 
 

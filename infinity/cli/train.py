@@ -114,9 +114,10 @@ class _Run:
 
     def train(self) -> None:
         """Build the model on its tiers, train it, take everything down again."""
-        with infinity.Init(self._config):
+        settings = self._config.with_overrides(["steps_per_print=0"])  # what a step was is told here, once
+        with infinity.Init(settings):
             model = Decoder(self._shape)
-        engine, _, _, _ = infinity.initialize(model=model, config=self._config)
+        engine, _, _, _ = infinity.initialize(model=model, config=settings)
         try:
             if self._is_first:
                 resolved = self._output / "config.resolved.json"
