@@ -65,6 +65,12 @@ class LaneTicket:
         self._event.set()
 
 
+def join(thread: threading.Thread) -> None:
+    """Waits for a thread of ours to end. The garbage collector may close an engine in any thread, even in this one."""
+    if thread is not threading.current_thread():
+        thread.join()
+
+
 class Lane:
     """One thread that runs what it is given, in order. ``delay`` is called before each entry (tests inject jitter)."""
 
@@ -85,7 +91,7 @@ class Lane:
         """Runs what is queued, then ends the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
-            self._thread.join()
+            join(self._thread)
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:

@@ -31,7 +31,8 @@ def _read(parameter: OffloadedParameter, kind: StateKind) -> torch.Tensor:
     index, slot = parameter._place
     unit = owner.units[index].unit
     dtype = owner.placement.dtype(kind, unit)
-    return read_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype)
+    with owner.watched():
+        return read_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype)
 
 
 def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
     owner.settle()
     index, slot = parameter._place
     unit = owner.units[index].unit
-    with torch.no_grad():
+    with torch.no_grad(), owner.watched():
         for kind in (StateKind.PARAM, StateKind.MASTER):
             if owner.placement.has(kind, unit):
                 write_slot(
@@ -71,7 +72,8 @@ def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     index, slot = parameter._place
     if not owner.units[index].unit.trainable:
         return None
-    gradient = owner.grads.read(index, slot)
+    with owner.watched():
+        gradient = owner.grads.read(index, slot)
     return gradient if gradient is None else gradient / owner.loss_scale()
 
 

@@ -19,7 +19,7 @@ from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
-from infinity.errors import InfinityError, ScheduleError
+from infinity.errors import ScheduleError
 from infinity.optim.facade import StreamedAdam
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.updater import UnitUpdate, pieces_of
@@ -67,7 +67,7 @@ class Engine:
         self._last_traffic = (0, 0)
         self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
         self._synchronise_scale()
-        self._finalizer = weakref.finalize(self, parts.close)
+        self._finalizer = weakref.finalize(self, _take_down, parts, runtime, entries)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -102,7 +102,7 @@ class Engine:
         self._applied = False
         if not boundary:
             return
-        with self._parts.ledger.phase("step"), self._watched():
+        with self._parts.ledger.phase("step"), runtime.watched():
             self._step()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
@@ -177,8 +177,7 @@ class Engine:
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""
-        with self._watched():
-            self._parts.settle()
+        self._runtime.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients gathered so far; between micro-steps of one accumulation it does nothing."""
@@ -294,9 +293,6 @@ class Engine:
                 self.settle()
                 restore_values(self._runtime.units, self._parts.stores)
         finally:
-            self._runtime.closed = True
-            for entry in self._entries:
-                entry.module.__dict__.pop("forward", None)
             self._finalizer()
 
     def __enter__(self) -> Engine:
@@ -307,16 +303,6 @@ class Engine:
     ) -> None:
         self.destroy()
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Remembers a failure: after it no value of this engine can be trusted, so every later use raises it again."""
-        try:
-            yield
-        except InfinityError as error:
-            if not isinstance(error, ScheduleError):
-                self._runtime.failure = error
-            raise
-
     def _synchronise_scale(self) -> None:
         self._runtime.scale = self._scaler.scale
         self._runtime.accumulation_steps = self.gradient_accumulation_steps
@@ -325,3 +311,11 @@ class Engine:
         now = self._parts.ledger.bytes["nvme_read"], self._parts.ledger.bytes["nvme_write"]
         self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
         self._traffic_mark = now
+
+
+def _take_down(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> None:
+    """What ``destroy`` does, also for an engine that is collected without it: its model must not go on computing."""
+    runtime.closed = True
+    for entry in entries:
+        entry.module.__dict__.pop("forward", None)
+    parts.close()

@@ -73,7 +73,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     group_of = {places[id(p)]: number for number, group in enumerate(groups or []) for p in group["params"]}
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
-    runtime.settle = parts.settle
+    runtime.settle_parts = parts.settle
     runtime.stores = parts.stores
     runtime.placement = parts.plan.placement
     store_values(bound, parts.plan.placement, parts.stores)

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.device.cpu import CpuDevice
 from infinity.engine.placeholder import OffloadedParameter
-from infinity.errors import InfinityError, OffloadedError
+from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Unit
@@ -112,7 +112,7 @@ class Runtime:
         self.device = device
         self.ledger = ledger
         self.frames: list[Frame] = []
-        self.failure: BaseException | None = None
+        self.failure: StorageError | None = None
         self.closed = False
         self.trains = any(bound.unit.trainable for bound in units)
         self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
@@ -121,7 +121,7 @@ class Runtime:
         self.loss_is_scaled = False
         self.gathered: dict[int, torch.Tensor] = {}
         self.param_tier = "host"
-        self.settle: Callable[[], None]
+        self.settle_parts: Callable[[], None]
         self.stores: dict[StateKind, Store]
         self.placement: Placement
         self._said: set[str] = set()
@@ -140,12 +140,21 @@ class Runtime:
             self.params.begin_inference()
         self.frames.append(frame)
         try:
-            with self.ledger.phase(phase.value) if outermost else _NOTHING:
+            with self.watched(), self.ledger.phase(phase.value) if outermost else _NOTHING:
                 frame.lend(indices)
                 yield frame
         finally:
             frame.close()
             self.frames.remove(frame)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Remembers failed storage: no value of this engine can be trusted any more, so every later use raises it."""
+        try:
+            yield
+        except StorageError as error:
+            self.failure = self.failure or error
+            raise
 
     def leaves(self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool) -> list[nn.Parameter]:
         """New leaf parameters over a lent unit's memory; gradients that reach them are deposited at once."""
@@ -251,12 +260,21 @@ class Runtime:
         """What accumulated gradients are to be divided by."""
         return self.scale
 
+    def settle(self) -> None:
+        """Waits until every update has been made and every write has reached its tier."""
+        self.check()
+        with self.watched():
+            self.settle_parts()
+
     def check(self) -> None:
         """Raises what ended an asynchronous part of the engine, before any value is computed from missing data."""
         if self.closed:
-            raise InfinityError("this engine was destroyed; its model cannot compute any more")
+            raise ScheduleError(
+                "this model's engine was destroyed, or nobody kept it, so the model cannot compute any more. Keep the "
+                "engine for as long as the model is used, or end it by engine.destroy(restore_parameters=True)"
+            )
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
 
     def say_once(self, message: str) -> None:
         """Logs a message the first time it is given."""

@@ -103,9 +103,9 @@ class Updater:
     def _advance(self, window: deque[tuple[SubGroup, dict[StateKind, Lease]]], tickets: dict[int, LaneTicket]) -> None:
         group, leases = window[0]
         self._compute(group, leases)
+        for kind in tuple(leases):
+            leases.pop(kind).release()  # one at a time: after an error the others are still there to be abandoned
         window.popleft()
-        for lease in leases.values():
-            lease.release()
         following = window[0][0].unit.index if window else None
         if following is not None and following != group.unit.index:
             tickets[group.unit.index].resolve()

@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import Any
 
+from infinity.device.lane import join
 from infinity.errors import StorageError
 from infinity.storage.blocks import Block, BlockEngine, BlockQueue, refuse_reordering
 from infinity.storage.faults import Faults
@@ -39,7 +40,7 @@ class LibaioIoEngine(BlockEngine):
         driver = _Driver(libaio, context, event, queue, queue_depth)
         worker = threading.Thread(target=driver.run, name="infinity-io", daemon=True)
         worker.start()
-        self._close = weakref.finalize(self, _close, queue, worker, context, event)
+        self._close = weakref.finalize(self, _close, queue, worker)
 
     def close(self) -> None:
         """Waits for everything in flight, then ends the thread; a second time does nothing."""
@@ -58,6 +59,14 @@ class _Driver:
         self._in_flight: dict[Any, Block] = {}
 
     def run(self) -> None:
+        """Serves the queue until it is closed, then frees what it used."""
+        try:
+            self._serve()
+        finally:
+            self._context.close()
+            os.close(self._event)
+
+    def _serve(self) -> None:
         unsent: list[Block] = []
         while True:
             while len(unsent) + len(self._in_flight) < self._depth and (block := self._queue.take(block=False)):
@@ -111,10 +120,8 @@ def _unusable(reason: str, action: str | None) -> StorageError:
     return StorageError(f"I/O backend libaio cannot run here: {reason}", action=action)
 
 
-def _close(queue: BlockQueue, worker: threading.Thread, context: Any, event: int) -> None:
+def _close(queue: BlockQueue, worker: threading.Thread) -> None:
     if os.getpid() != queue.owner:  # a child made by fork has none of the threads
         return
     queue.close()
-    worker.join()
-    context.close()
-    os.close(event)
+    join(worker)

@@ -64,17 +64,22 @@ class NativeIoEngine:
         with self._lock:
             if not self._close.alive:
                 raise StorageError(f"the I/O engine ({self.backend}) is closed", path=file.path, offset=offset)
-            request = self._native.submit(
-                write=write,
-                direct_fd=descriptors.direct,
-                buffered_fd=descriptors.buffered,
-                memory_alignment=file.memory_alignment,
-                offset_alignment=file.offset_alignment,
-                device=file.device,
-                offset=offset,
-                address=tensor.data_ptr(),
-                length=tensor.numel(),
-            )
+            try:
+                request = self._native.submit(
+                    write=write,
+                    direct_fd=descriptors.direct,
+                    buffered_fd=descriptors.buffered,
+                    memory_alignment=file.memory_alignment,
+                    offset_alignment=file.offset_alignment,
+                    device=file.device,
+                    offset=offset,
+                    address=tensor.data_ptr(),
+                    length=tensor.numel(),
+                )
+            except OSError as error:
+                raise transfer_error(
+                    write=write, path=file.path, offset=offset, length=tensor.numel(), number=error.errno or 0
+                ) from None
         _look_after(self._abandoned)
         return NativeTicket(Transfer(request, file.path, write, (tensor, descriptors)), self, self._abandoned)
 

@@ -175,7 +175,11 @@ class FileLease:
         return self._bytes
 
     def release(self) -> None:
-        written = self._store.write(self._unit, self._start, self._bytes) if self.dirty else None
+        try:
+            written = self._store.write(self._unit, self._start, self._bytes) if self.dirty else None
+        except BaseException:
+            self._pool.put(self._slab)  # a slab that is lost would make its next taker wait for ever
+            raise
         self._pool.put(self._slab, written)
 
     def abandon(self) -> None:

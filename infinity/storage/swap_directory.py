@@ -33,22 +33,17 @@ class SwapDirectory:
 
     def __init__(self, root: str, *, rank: int, nbytes: int) -> None:
         self.root = os.path.abspath(root)
+        self.path = os.path.join(self.root, f"infinity-swap-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}")
         self._files: list[SwapFile] = []
-        self._made_root = self._ensure_root()
-        with self._locked_root():
+        self._lock = -1
+        self._made_root = False
+        root_lock = self._lock_root()
+        try:
             self.reclaimed_bytes = self._reclaim()
             self._check_space(nbytes)
-            self.path = os.path.join(self.root, f"infinity-swap-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}")
-            try:
-                os.mkdir(self.path, 0o700)
-            except OSError as error:
-                raise self._refused("cannot create a swap directory in", error) from None
-            self._lock = os.open(
-                os.path.join(self.path, LOCK_NAME),
-                os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o600,
-            )
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._make_owner_directory()
+        finally:
+            os.close(root_lock)
 
     def create(self, name: str, nbytes: int) -> SwapFile:
         """A new file of exactly ``nbytes``, all allocated now so that a full disk is known before the first step."""
@@ -72,18 +67,62 @@ class SwapDirectory:
         return file
 
     def remove(self) -> None:
-        """Closes and removes every file made here; ``root`` stays unless it was made here too."""
+        """Closes and removes every file made here; ``root`` stays unless it was made here too.
+
+        Whatever was removed already, by whomever, is no error.
+        """
         for file in self._files:
             file.close()
         self._files = []
-        if self._lock >= 0:
+        if self._lock < 0:
+            return
+        lock, self._lock = self._lock, -1
+        try:
+            with suppress(FileNotFoundError), _locked(self.root):
+                _remove_owner_directory(self.path)
+                if self._made_root:
+                    # Not if another engine still works there, or the user put something in.
+                    with suppress(OSError):
+                        os.rmdir(self.root)
+        finally:
+            os.close(lock)
+
+    def _make_owner_directory(self) -> int:
+        """Makes ``path`` with the lock file whose descriptor, given back, says that its owner lives."""
+        try:
+            os.mkdir(self.path, 0o700)
+        except OSError as error:
+            raise self._refused("cannot create a swap directory in", error) from None
+        lock = os.path.join(self.path, LOCK_NAME)
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
             _remove_owner_directory(self.path)
-            os.close(self._lock)
-            self._lock = -1
-            if self._made_root:
-                # Not if another engine still works there, or the user put something in.
-                with suppress(OSError):
-                    os.rmdir(self.root)
+            raise self._refused("cannot create a lock file in", error) from None
+        return descriptor
+
+    def _lock_root(self) -> int:
+        """A descriptor that serialises reclaiming, creation, removal, so that a newcomer is never a leftover.
+
+        Another engine that made ``root`` may remove it while this one waits, so what was locked is looked at again.
+        """
+        while True:
+            self._made_root |= self._ensure_root()
+            try:
+                descriptor = _lock(self.root)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._refused("cannot lock", error) from None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.root)):
+                    return descriptor
+            os.close(descriptor)
 
     def _ensure_root(self) -> bool:
         try:
@@ -113,22 +152,9 @@ class SwapDirectory:
             action="Choose an nvme_path this user may write to, or change its owner or mode",
         )
 
-    @contextmanager
-    def _locked_root(self) -> Iterator[None]:
-        """Serialises reclaiming with the creation of new owners, so that a newcomer is never taken for a leftover."""
-        try:
-            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise self._refused("cannot open", error) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
     def _reclaim(self) -> int:
         reclaimed = 0
-        for entry in os.scandir(self.root):
+        for entry in self._entries():
             if not OWNER_DIRECTORY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
                 continue
             if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
@@ -136,21 +162,28 @@ class SwapDirectory:
             try:
                 lock = os.open(os.path.join(entry.path, LOCK_NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
-                lock = -1  # killed between mkdir and the lock
+                with suppress(OSError):
+                    os.rmdir(entry.path)  # killed before the lock was made, or after it was removed
+                continue
             except OSError:
                 continue
             try:
-                if lock >= 0:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 reclaimed += _remove_owner_directory(entry.path)
             except BlockingIOError:
                 continue  # its owner is alive
             finally:
-                if lock >= 0:
-                    os.close(lock)
+                os.close(lock)
         if reclaimed:
             log.warning("reclaimed %d bytes of swap files left by a killed run in %s", reclaimed, self.root)
         return reclaimed
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.root) as entries:
+                return list(entries)
+        except OSError as error:
+            raise self._refused("cannot list", error) from None
 
     def _check_space(self, nbytes: int) -> None:
         free = _free_bytes(self.root)
@@ -164,21 +197,45 @@ class SwapDirectory:
             )
 
 
+def _lock(directory: str) -> int:
+    """A descriptor of ``directory`` that holds its lock until it is closed."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    descriptor = _lock(directory)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _free_bytes(path: str) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 def _remove_owner_directory(path: str) -> int:
-    """Removes our own files in ``path``, then the directory if nothing else is in it; returns the bytes freed."""
+    """Removes our own files in ``path``, then the directory if nothing else is in it; returns the bytes freed.
+
+    The lock goes last: a directory without one holds nothing of ours, wherever a kill came.
+    """
     freed = 0
     with os.scandir(path) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
-            ours = entry.name == LOCK_NAME or entry.name.endswith(SWAP_SUFFIX)
-            if ours and stat.S_ISREG(status.st_mode):
+            if entry.name.endswith(SWAP_SUFFIX) and stat.S_ISREG(status.st_mode):
                 os.unlink(entry.path)
                 freed += status.st_blocks * 512
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, LOCK_NAME))
     try:
         os.rmdir(path)
     except OSError:

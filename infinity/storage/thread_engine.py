@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 
+from infinity.device.lane import join
 from infinity.storage.blocks import BlockEngine, BlockQueue, refuse_reordering
 from infinity.storage.faults import Faults
 
@@ -49,4 +50,4 @@ def _close(queue: BlockQueue, workers: list[threading.Thread]) -> None:
         return
     queue.close()
     for worker in workers:
-        worker.join()
+        join(worker)

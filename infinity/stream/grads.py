@@ -131,7 +131,8 @@ class GradStream:
     def reset(self) -> None:
         """Forgets every gradient; accumulators are overwritten by the next deposit."""
         for index in tuple(self._held):
-            self._pools[self._slab_bytes[index]].put(self._held.pop(index).slab)
+            held = self._held.pop(index)
+            self._pools[self._slab_bytes[index]].put(held.slab, held.arrived)
         for has in self._has.values():
             has[:] = bytes(len(has))
         self._sums.clear()
@@ -166,9 +167,8 @@ class GradStream:
         return slab
 
     def _hold(self, index: int, slab: Slab) -> Held:
-        held = Held(slab)
+        held = self._held[index] = Held(slab)
         layout = self._units[index].layout
-        self._held[index] = held
         if any(self._has[index]):
             held.arrived = self._store.read(index, 0, slab.memory[: layout.nbytes(torch.float32)])
         else:
@@ -182,8 +182,8 @@ class GradStream:
         flat = self._accumulator(index)
         hi, lo, culprit = self._sum(index, flat)
         self._sums[index] = (hi, lo, culprit)
-        held = self._held.pop(index)
         written = self._store.write(index, 0, flat.view(torch.uint8))
+        held = self._held.pop(index)
         self._pools[self._slab_bytes[index]].put(held.slab, written)
 
     def _sum(self, index: int, flat: torch.Tensor) -> tuple[float, float, str | None]:
