@@ -129,6 +129,7 @@ class Engine:
         if not total.finite:
             self.skipped_steps += 1
             grads.reset()
+            self._parts.params.invalidate({})
             excused = self._scaler.dynamic and not self._scaler.exhausted
             self._runtime.say_once(
                 f"step {self.global_steps} was skipped: the gradient of {total.culprit} is not finite"
