@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/demo.json
-SWAP_DIR ?= runs/swap
+SWAP_DIR ?=
 NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
 
 .DEFAULT_GOAL := help
@@ -30,8 +30,7 @@ build: $(VENV)/.installed  ## compile the native libraries that are older than t
 	@$(BIN)/python setup.py -q build_ext --inplace
 
 demo: build  ## train a small model whose states live on NVMe (CONFIG=..., SWAP_DIR=...)
-	@mkdir -p $(SWAP_DIR)
-	$(BIN)/infinity train $(CONFIG)
+	$(BIN)/infinity train $(CONFIG) --floor $(if $(SWAP_DIR),--set infinity.nvme_path=$(SWAP_DIR))
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict
 	$(BIN)/ruff check .

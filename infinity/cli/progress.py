@@ -128,6 +128,7 @@ class Panel:
         )
         self._task = self._bar.add_task("train", total=None, visible=False)
         self._entropy, self._held_back = math.nan, math.nan
+        self._record: StepRecord | None = None
         self._live = Live(self._bar, console=console, refresh_per_second=4, transient=True)
 
     def begin(self, heading: Heading) -> None:
@@ -138,7 +139,11 @@ class Panel:
         self._live.start()
 
     def step(self, record: StepRecord) -> None:
+        self._record = record
         self._bar.update(self._task, completed=record.step)
+        self._live.update(Group(self._bar, self._numbers(record)))
+
+    def _numbers(self, record: StepRecord) -> Table:
         numbers = Table.grid(padding=(0, 2, 0, 0))
         numbers.add_column(style="dim", no_wrap=True)
         numbers.add_column(ratio=1)
@@ -149,12 +154,14 @@ class Panel:
         numbers.add_row("stalls", _seconds(record.stalls, SHOWN_STALL_SECONDS))
         numbers.add_row("links", _links(record.links))
         numbers.add_row("memory", _tiers(record.tiers))
-        self._live.update(Group(self._bar, numbers))
+        return numbers
 
     def evaluated(self, step: int, loss: float) -> None:
         self._held_back = loss
         text = f"after {step:>4} steps: loss on held-back text {loss:.3f}, unigram entropy {self._entropy:.3f}"
         self._console.print(text, markup=False, highlight=False)
+        if self._record is not None:
+            self._live.update(Group(self._bar, self._numbers(self._record)))
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)

@@ -103,6 +103,7 @@ class _Run:
 
     def floor(self) -> int:
         """What the same batch costs in anonymous memory without this package."""
+        self._shown.say("measuring what torch and the activations cost by themselves")
         dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self._config.param_dtype]
         return measure_floor(
             asdict(self._shape),

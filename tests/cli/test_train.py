@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from infinity.cli.floor import measure_floor
 from infinity.cli.main import app
 from infinity.config import Config
 from infinity.obs.metrics import read_metrics
@@ -36,8 +37,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def config(tmp_path: Path) -> Path:
     (tmp_path / "text.py").write_text(TEXT)
     settings = json.loads((ROOT / "configs" / "tiny.json").read_text())
-    for offload in ("offload_param", "offload_optimizer"):
-        settings["zero_optimization"][offload]["nvme_path"] = str(tmp_path / "swap")
+    settings["infinity"]["nvme_path"] = str(tmp_path / "swap")
     settings["run"] |= {"data": str(tmp_path / "text.py"), "output_dir": str(tmp_path / "out")}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(settings))
@@ -189,3 +189,12 @@ def test_a_signal_ends_the_run_and_leaves_no_swap_files(config: Path, tmp_path: 
     assert errors.startswith("stopped: after ")
     assert not (tmp_path / "swap").exists() or not any((tmp_path / "swap").rglob("*"))
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["event"] in ("step", "evaluation")
+
+
+def test_the_floor_grows_with_the_activations_that_are_kept() -> None:
+    shape = {"d_model": 64, "n_layers": 4, "n_heads": 4, "d_ff": 176}
+    recomputed, kept = (
+        measure_floor(shape, batch_size=16, sequence_length=256, dtype="float32", recompute=recompute)
+        for recompute in (True, False)
+    )
+    assert 20 << 20 < recomputed < kept - (10 << 20)
