@@ -111,9 +111,10 @@ def open_io_engine(
 
 def probe(backend: str) -> str | None:
     """Why ``backend`` cannot be used on this machine, found by a small write and read; None when it can."""
+    open_engine = BACKENDS[_known(backend, "asked for")]
     try:
-        engine = BACKENDS[_known(backend, "asked for")](queue_depth=4, block_size=PAGE_BYTES, threads=1, faults=None)
-    except StorageError as error:
+        engine = open_engine(queue_depth=4, block_size=PAGE_BYTES, threads=1, faults=None)
+    except (StorageError, OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
         return str(error)
     try:
         return _try(engine)

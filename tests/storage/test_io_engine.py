@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError, StorageError
 from infinity.memory.host import HostMemory
 from infinity.storage import io_engine
+from infinity.storage.blocks import BlockQueue, BlockTicket
 from infinity.storage.io_engine import BACKENDS, IoEngine, open_io_engine, probe
 from infinity.storage.swap_file import Descriptors, SwapFile, open_file
 from infinity.tier import PAGE_BYTES
@@ -42,8 +43,8 @@ def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
     return memory
 
 
-def open_small(backend: str, **options: int) -> IoEngine:
-    return open_io_engine(backend, **({"queue_depth": 8, "block_size": BLOCK, "threads": 3} | options))  # type: ignore[arg-type]
+def open_small(backend: str, queue_depth: int = 8) -> IoEngine:
+    return open_io_engine(backend, queue_depth=queue_depth, block_size=BLOCK, threads=3)
 
 
 @pytest.fixture
@@ -431,6 +432,42 @@ def test_without_the_native_library_the_rest_runs(monkeypatch: pytest.MonkeyPatc
     engine = open_io_engine()
     assert engine.backend in ("libaio", "python")
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [("raise ImportError('no such thing')", "pip install"), ("raise OSError('libaio.so.1: not found')", "libaio1")],
+)
+def test_what_libaio_lacks_is_named(body: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libaio.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "libaio", raising=False)
+    reason = probe("libaio")
+    assert reason is not None
+    assert expected in reason
+
+
+def test_the_python_queue_is_shared_fairly(tmp_path: Path) -> None:
+    """A long write, a long read, a write to another disk: each gets a third of what is in flight."""
+    file = open_file(str(tmp_path / "a"), create=True)
+    elsewhere = SwapFile(file.path, file.descriptors, file.device + 1)
+    memory = random_bytes(20 * BLOCK)
+    queue = BlockQueue(BLOCK, None)
+    tickets = [BlockTicket(file, 0, memory, True), BlockTicket(file, 0, memory, False)]
+    tickets.append(BlockTicket(elsewhere, 0, memory, True))
+    for ticket in tickets:
+        queue.put(ticket)
+    taken = [block for _ in range(12) if (block := queue.take(block=False)) is not None]
+    assert [sum(block.ticket is ticket for block in taken) for ticket in tickets] == [4, 4, 4]
+    # The first disk does not answer: what the others finish is replaced by more of theirs.
+    for _ in range(9):
+        done = next(block for block in taken if block.ticket is tickets[2])
+        taken.remove(done)
+        assert not queue.finish(done, BLOCK)
+        following = queue.take(block=False)
+        assert following is not None
+        assert following.ticket is tickets[2]
+        taken.append(following)
 
 
 def test_unknown_backends_and_wrong_sizes_are_config_errors(monkeypatch: pytest.MonkeyPatch) -> None:
