@@ -177,6 +177,7 @@ def _why(backend: NativeBackend, error: OSError) -> str:
         ("io_uring", errno.ENOSYS): "the kernel lacks it or seccomp hides it; use the backend aio or threads",
         ("io_uring", errno.ENOMEM): "it needs more locked memory than this user may have; raise ulimit -l",
         ("io_uring", errno.EOPNOTSUPP): "the kernel is older than 5.6; use the backend aio or threads",
+        ("aio", errno.EPERM): "it is forbidden, by seccomp; allow it there or use the backend threads",
         ("aio", errno.ENOSYS): "the kernel lacks it or seccomp hides it; use the backend io_uring or threads",
         ("aio", errno.EAGAIN): "all contexts of the machine are in use; raise the sysctl fs.aio-max-nr",
     }.get((backend, number))

@@ -434,6 +434,40 @@ def test_without_the_native_library_the_rest_runs(monkeypatch: pytest.MonkeyPatc
     engine.close()
 
 
+def test_a_sandbox_without_kernel_queues_falls_back_to_threads() -> None:
+    """As in a container: seccomp answers io_uring_setup and io_setup with EPERM."""
+    io_setup = {"x86_64": 206, "aarch64": 0}[platform.machine()]
+    code = f"""
+        import ctypes, os, struct
+        from infinity.errors import StorageError
+        from infinity.storage.io_engine import open_io_engine, probe
+        instructions = [  # load the number of the call; if it is one of two, answer EPERM, else allow
+            (0x20, 0, 0, 0), (0x15, 2, 0, 425), (0x15, 1, 0, {io_setup}),
+            (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001),
+        ]
+        program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+        filter = struct.pack("HxxxxxxQ", len(instructions), ctypes.addressof(program))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
+        assert libc.prctl(22, 2, filter) == 0, "seccomp filter"
+        os.environ.pop("INFINITY_IO", None)
+        print(open_io_engine().backend)
+        for forced in ("io_uring", "aio"):
+            try:
+                open_io_engine(forced)
+            except StorageError as error:
+                print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    chosen, uring, aio = done.stdout.splitlines()
+    assert chosen == "threads"
+    assert "'io_uring'" in uring
+    assert "seccomp" in uring
+    assert "'aio'" in aio
+    assert "seccomp" in aio
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [("raise ImportError('no such thing')", "pip install"), ("raise OSError('libaio.so.1: not found')", "libaio1")],
