@@ -30,7 +30,7 @@ def reported(*, debug: bool) -> Iterator[None]:
         errors.print(f"stopped: {stopped}", markup=False)
         raise typer.Exit(128 + stopped.signal_number) from None
     except KeyboardInterrupt:
-        errors.print("stopped: interrupted before the run had begun or while it was ending.", markup=False)
+        errors.print("stopped: interrupted before the run had begun or after it had ended.", markup=False)
         raise typer.Exit(130) from None
     except Exception as error:
         if debug or isinstance(error, typer.Exit):
@@ -43,6 +43,11 @@ def _paragraph(error: Exception) -> str:
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return "\n  - ".join([f"{len(error.problems)} problems:", *error.problems])
     if isinstance(error, InfinityError):
-        return str(error)
+        return str(error).replace("\n", "; ")
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            f"this machine or its limits (ulimit -v, cgroup) leave too little RAM: {error}. Lower "
+            "train_micro_batch_size_per_gpu or run.sequence_length, the budgets of infinity, or the size of the model"
+        )
     told = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return f"{told} (--debug shows where)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from infinity.cli.signals import StopRequest
 from infinity.cli.summary import ProcessMemory, Summary
 from infinity.config import Config
 from infinity.data import ByteLoader, Corpus, evaluation_batches
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.obs.metrics import MetricsWriter
 from infinity.obs.process_memory import AnonymousPeak, status_bytes
@@ -50,6 +51,9 @@ def train(config: Config, console: Console, *, with_floor: bool = False) -> Summ
             floor = run.floor() if with_floor else None
             run.train()
             return run.summary(memory, floor)
+        except KeyboardInterrupt:
+            told = f"at once; the swap files are gone, {config.run.output_dir} keeps the metrics."
+            raise Stopped(stop.signal_number or signal.SIGINT, told) from None
         finally:
             shown.close()
 
@@ -88,7 +92,7 @@ class _Run:
         self._world_size, self._is_first = world_size, rank == 0
         self._batch = config.resolve_batch(world_size)
         self._output = Path(config.run.output_dir)
-        self._output.mkdir(parents=True, exist_ok=True)
+        self._prepare_output()
         seed_everything(config.run.seed)
         self._corpus = Corpus.open(config.run.data)
         sizes = {"batch_size": self._batch.micro_batch_size, "sequence_length": config.run.sequence_length}
@@ -100,6 +104,20 @@ class _Run:
         self._losses: dict[int, float] = {}
         self._last_loss, self._seconds = float("nan"), 0.0
         self._report: dict[str, Any] = {}
+
+    def _prepare_output(self) -> None:
+        """Before anything that takes long, so that a directory that cannot be written is known at once."""
+        try:
+            self._output.mkdir(parents=True, exist_ok=True)
+            if self._is_first:
+                (self._output / "config.resolved.json").write_text(self._config.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                "cannot write run.output_dir",
+                path=str(self._output),
+                errno=error.errno,
+                action="Choose a directory this user may write to, on a disk with space",
+            ) from None
 
     def floor(self) -> int:
         """What the same batch costs in anonymous memory without this package."""
@@ -116,13 +134,13 @@ class _Run:
     def train(self) -> None:
         """Build the model on its tiers, train it, take everything down again."""
         settings = self._config.with_overrides(["steps_per_print=0"])  # what a step was is told here, once
+        with torch.device("meta"):
+            infinity.plan(Decoder(self._shape), settings, self._world_size)  # a model that cannot fit is not built
         with infinity.Init(settings):
             model = Decoder(self._shape)
         engine, _, _, _ = infinity.initialize(model=model, config=settings)
         try:
             if self._is_first:
-                resolved = self._output / "config.resolved.json"
-                resolved.write_text(self._config.to_json(), encoding="utf-8")
                 (self._output / "metrics.jsonl").unlink(missing_ok=True)
             with MetricsWriter(self._output / "metrics.jsonl" if self._is_first else os.devnull) as metrics:
                 self._shown.begin(heading := self._heading(engine))

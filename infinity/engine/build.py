@@ -78,6 +78,8 @@ class Parts:
 
     def close(self) -> None:
         """Ends threads, closes files, removes swap, gives memory back; what fails does not keep the rest from it."""
+        if self.updater is not None:  # as it is when building fails
+            self.updater.close()
         with ExitStack() as last_to_first:
             for memory in self.memories:
                 last_to_first.callback(memory.free)

@@ -10,16 +10,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from infinity.errors import StorageError
+
 
 class MetricsWriter:
     """Appends records to a JSONL file; a line has reached the kernel when ``write`` returns."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._path = str(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; a number that is not finite becomes null, which every JSON reader accepts."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise StorageError(
+                "cannot write metrics to",
+                path=self._path,
+                errno=error.errno,
+                action="Free space on that disk or choose another run.output_dir",
+            ) from None
 
     def close(self) -> None:
         """Close the file; harmless when repeated."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from infinity._native.cpu_adam import AdamStep, Kernels
 from infinity.device.lane import Lane, LaneTicket, Ticket
+from infinity.errors import ScheduleError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Unit
@@ -72,6 +73,11 @@ class Updater:
         self._read_ahead = read_ahead
         self._lane = lane
         self._ledger = ledger
+        self._closed = False
+
+    def close(self) -> None:
+        """Gives up what is under way after the sub-group at hand: all that it changes is about to be taken down."""
+        self._closed = True
 
     def start(self, updates: Sequence[UnitUpdate]) -> dict[int, Ticket]:
         """Begins the updates in the order given; returns a ticket per unit."""
@@ -85,6 +91,8 @@ class Updater:
             try:
                 for update in updates:
                     for group in self._subgroups(update):
+                        if self._closed:
+                            raise ScheduleError("the engine was destroyed before this update was made")
                         window.append((group, self._acquire(group)))
                         if len(window) > self._read_ahead:
                             self._advance(window, tickets)

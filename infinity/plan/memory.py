@@ -105,7 +105,7 @@ def plan_memory(
 
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
-    budgets = {tier: _budget(tier, config) for tier in Tier}
+    budgets = {tier: _budget(tier, config, device_is_host) for tier in Tier}
     refusals = []
     for placement in candidates(config, device_is_host=device_is_host):
         try:
@@ -278,13 +278,21 @@ def _check_ram(plan: Plan) -> None:
         )
 
 
-def _budget(tier: Tier, config: Config) -> int | None:
+def _budget(tier: Tier, config: Config, device_is_host: bool) -> int | None:
     """The budget in bytes; None where "auto" leaves a modest choice to the plan (device) or to the disk (NVMe)."""
     own = config.infinity
     given = {Tier.DEVICE: own.device_memory, Tier.HOST: own.host_memory, Tier.NVME: own.nvme_space}[tier]
-    if given != "auto":
-        return int(given)
-    return int(available_host_memory() * AUTO_HOST_FRACTION) if tier is Tier.HOST else None
+    if given == "auto":
+        return int(available_host_memory() * AUTO_HOST_FRACTION) if tier is Tier.HOST else None
+    machine = int(psutil.virtual_memory().total)
+    is_ram = tier is Tier.HOST or (tier is Tier.DEVICE and device_is_host)
+    if is_ram and int(given) > machine:
+        raise CapacityError(
+            f"infinity.{tier.value}_memory is {given} ({format_bytes(int(given))}), but this machine has {machine} "
+            f'({format_bytes(machine)}) of RAM. Set it to the part of that which training may use, or to "auto"',
+            int(given) - machine,
+        )
+    return int(given)
 
 
 def available_host_memory() -> int:

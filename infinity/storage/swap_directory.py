@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from infinity.errors import StorageError
 from infinity.storage.swap_file import SwapFile, open_file
+from infinity.storage.transfer import ACTIONS
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,10 @@ class SwapDirectory:
                 path=path,
                 length=nbytes,
                 errno=error.errno,
-                action=f"{free} bytes are free there; free more, choose another nvme_path, or keep a state kind in "
-                "host memory (infinity.placement)"
-                if error.errno != errno.EFBIG
-                else "the file size limit of this process is lower (ulimit -f); raise it",
+                action=ACTIONS[errno.EFBIG]
+                if error.errno == errno.EFBIG
+                else f"{free} bytes are free there; free more, choose another nvme_path, or keep a state kind in host "
+                "memory (infinity.placement)",
             ) from None
         return file
 
@@ -134,6 +135,12 @@ class SwapDirectory:
                     "nvme_path is not a directory:", path=self.root, action="Name a directory on a fast local disk"
                 ) from None
             return False
+        except NotADirectoryError:
+            raise StorageError(
+                "nvme_path is below something that is not a directory:",
+                path=self.root,
+                action="Name a directory on a fast local disk",
+            ) from None
         except FileNotFoundError:
             raise StorageError(
                 "nvme_path does not exist, nor does the directory above it:",
