@@ -1,4 +1,4 @@
-"""Measures, in a process of its own, what importing torch and the activations of a decoder cost.
+"""Measures, in a process of its own, what torch with the activations of a decoder takes of memory.
 
 Run as a script, without the package around it. All layers share one block's weights, so that activations are those of
 the whole model while the weights are one block's, which are then subtracted.
