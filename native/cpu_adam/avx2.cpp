@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 
@@ -41,19 +40,25 @@ struct Avx2Lane {
     static reg load(Fp16, const uint16_t* p) { return _mm256_cvtph_ps(load_16(p)); }
 
     static void store(Fp32, float* p, reg x) { _mm256_storeu_ps(p, x); }
-    static void store(Bf16, uint16_t* p, reg x) {
+    static void store_pair(Fp32, float* p, reg low, reg high) { store(Fp32{}, p, low), store(Fp32{}, p + width, high); }
+    static void store_pair(Bf16, uint16_t* p, reg low, reg high) {
+        const __m256i packed = _mm256_packus_epi32(bf16_of(low), bf16_of(high));  // packs within 128-bit halves
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+    }
+    static void store_pair(Fp16, uint16_t* p, reg low, reg high) { store_16(p, fp16_of(low)), store_16(p + width, fp16_of(high)); }
+
+    static __m256i bf16_of(reg x) {
         const __m256i bits = _mm256_castps_si256(x);
         const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
         const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-        const __m256i chosen = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
-        store_16(p, _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1)));
+        return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
     }
-    static void store(Fp16, uint16_t* p, reg x) {
+    static __m128i fp16_of(reg x) {
         // The one NaN this can be given narrows to 0x7e00.
         const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
         const __m256 chosen = _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
-        store_16(p, _mm256_cvtps_ph(chosen, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        return _mm256_cvtps_ph(chosen, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
     static void store_raw(Fp32, float* p, reg x) { _mm256_storeu_ps(p, x); }
     static void store_raw(Bf16, uint16_t* p, reg x) { store_16(p, _mm256_castsi256_si128(_mm256_castps_si256(x))); }

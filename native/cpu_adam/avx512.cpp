@@ -1,4 +1,4 @@
-// Kernels for AVX-512 F: 16 elements at a time.
+// Kernels for AVX-512 F and BW: 16 elements at a time.
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)  // the "undefined" registers of GCC 12's own header; warned about where they are inlined
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -8,15 +8,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 
 // To the end of the file, where templates are instantiated. The headers stay above: their inline code is shared with the other files.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
 #else
-#pragma GCC target("avx512f")
+#pragma GCC target("avx512f,avx512bw")
 #endif
 
 namespace infinity_cpu_adam {
@@ -45,19 +44,26 @@ struct Avx512Lane {
     static reg load(Fp16, const uint16_t* p) { return _mm512_cvtph_ps(load_16(p)); }
 
     static void store(Fp32, float* p, reg x) { _mm512_storeu_ps(p, x); }
-    // By hand: the bf16 instruction flushes subnormals whatever the mode.
-    static void store(Bf16, uint16_t* p, reg x) {
+    static void store_pair(Fp32, float* p, reg low, reg high) { store(Fp32{}, p, low), store(Fp32{}, p + width, high); }
+    static void store_pair(Bf16, uint16_t* p, reg low, reg high) {
+        alignas(64) static constexpr uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                           33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+        _mm512_storeu_si512(p, _mm512_permutex2var_epi16(rounded(low), _mm512_load_si512(upper), rounded(high)));
+    }
+    static void store_pair(Fp16, uint16_t* p, reg low, reg high) { store_16(p, fp16_of(low)), store_16(p + width, fp16_of(high)); }
+
+    // bf16 in the upper half of each element. By hand: the bf16 instruction flushes subnormals whatever the mode.
+    static __m512i rounded(reg x) {
         const __m512i bits = _mm512_castps_si512(x);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-        const mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        store_16(p, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0))));
+        const mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
+        return _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), number, _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     }
-    static void store(Fp16, uint16_t* p, reg x) {
+    static __m256i fp16_of(reg x) {
         // The one NaN this can be given narrows to 0x7e00.
         const mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
         const reg chosen = _mm512_mask_blend_ps(nan, x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
-        store_16(p, _mm512_cvtps_ph(chosen, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        return _mm512_cvtps_ph(chosen, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
     static void store_raw(Fp32, float* p, reg x) { _mm512_storeu_ps(p, x); }
     static void store_raw(Bf16, uint16_t* p, reg x) { store_16(p, _mm512_castsi512_si256(_mm512_castps_si512(x))); }

@@ -1,7 +1,7 @@
 // The kernels, written once over a lane type: every instruction set's file includes this after defining its own.
 //
-// A lane type offers width, set, select, add, sub, mul, div, sqrt, load and store per dtype; each is one correctly rounded operation per element, so
-// results depend neither on the width nor on where a vector starts, and the tail can run on ScalarLane.
+// A lane type offers width, set, select, add, sub, mul, div, sqrt, load, and store_pair of two neighbouring registers, per dtype; each is one correctly
+// rounded operation per element, so results depend neither on the width nor on where a vector starts, and the tail can run on ScalarLane.
 
 template <class V>
 struct AdamConstants {
@@ -30,9 +30,9 @@ inline __attribute__((always_inline)) void prefetch(const AdamBuffers& b, int64_
     if constexpr (Out::narrow) __builtin_prefetch(static_cast<const uint16_t*>(b.out) + i + kAhead);
 }
 
-// The update, in the order that reference.py repeats.
-template <class V, class Grad, class Out, bool kL2>
-inline __attribute__((always_inline)) void adam_at(const AdamBuffers& b, const AdamConstants<V>& c, int64_t i) {
+// The update, in the order that reference.py repeats. Returns the new master.
+template <class V, class Grad, bool kL2>
+inline __attribute__((always_inline)) typename V::reg adam_at(const AdamBuffers& b, const AdamConstants<V>& c, int64_t i) {
     using reg = typename V::reg;
     reg p = V::load(Fp32{}, b.master + i);
     reg g = V::mul(V::load(Grad{}, static_cast<const typename Grad::type*>(b.grad) + i), c.grad_scale);
@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void adam_at(const AdamBuffers& b, const A
     V::store(Fp32{}, b.exp_avg + i, m);
     V::store(Fp32{}, b.exp_avg_sq + i, v);
     V::store(Fp32{}, b.master + i, p);
-    if constexpr (!std::is_same<Out, NoOutput>::value) V::store(Out{}, static_cast<typename Out::type*>(b.out) + i, p);
+    return p;
 }
 
 template <class V, class Grad, class Out, bool kL2>
@@ -59,10 +59,17 @@ void adam(const AdamBuffers& buffers, const InfinityAdamScalars& scalars, int64_
     int64_t i = begin;
     for (; i + kStride <= end; i += kStride) {
         prefetch<Grad, Out>(b, i);
-        for (int64_t k = 0; k < kStride; k += V::width) adam_at<V, Grad, Out, kL2>(b, c, i + k);
+        for (int64_t k = i; k < i + kStride; k += 2 * V::width) {
+            const auto low = adam_at<V, Grad, kL2>(b, c, k);
+            const auto high = adam_at<V, Grad, kL2>(b, c, k + V::width);
+            if constexpr (Out::wanted) V::store_pair(Out{}, static_cast<typename Out::type*>(b.out) + k, low, high);
+        }
     }
     const AdamConstants<ScalarLane> one(scalars);
-    for (; i < end; ++i) adam_at<ScalarLane, Grad, Out, kL2>(b, one, i);
+    for (; i < end; ++i) {
+        const float p = adam_at<ScalarLane, Grad, kL2>(b, one, i);
+        if constexpr (Out::wanted) ScalarLane::store(Out{}, static_cast<typename Out::type*>(b.out) + i, p);
+    }
 }
 
 // Hides a register's origin from the compiler, which would otherwise leave out the store of what was just loaded.
@@ -87,7 +94,7 @@ inline __attribute__((always_inline)) void move_at(const AdamBuffers& b, int64_t
     V::store(Fp32{}, b.exp_avg + i, m);
     V::store(Fp32{}, b.exp_avg_sq + i, v);
     V::store(Fp32{}, b.master + i, p);
-    if constexpr (!std::is_same<Out, NoOutput>::value) V::store_raw(Out{}, static_cast<typename Out::type*>(b.out) + i, p);
+    if constexpr (Out::wanted) V::store_raw(Out{}, static_cast<typename Out::type*>(b.out) + i, p);
 }
 
 template <class V, class Grad, class Out>

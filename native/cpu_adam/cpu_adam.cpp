@@ -30,7 +30,7 @@ bool machine_runs(int32_t isa) {
         case INFINITY_AVX2:
             return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
         case INFINITY_AVX512:
-            return __builtin_cpu_supports("avx512f");
+            return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
 #endif
 #if defined(__aarch64__)
         case INFINITY_NEON:

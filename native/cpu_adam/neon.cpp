@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 
@@ -41,6 +40,10 @@ struct NeonLane {
         // The one NaN this can be given narrows to 0x7e00.
         const reg chosen = vbslq_f32(vceqq_f32(x, x), x, vreinterpretq_f32_u32(vdupq_n_u32(0x7fc00000)));
         vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(chosen)));
+    }
+    template <class Out>
+    static void store_pair(Out, typename Out::type* p, reg low, reg high) {
+        store(Out{}, p, low), store(Out{}, p + width, high);
     }
     static void store_raw(Fp32, float* p, reg x) { vst1q_f32(p, x); }
     static void store_raw(Bf16, uint16_t* p, reg x) { vst1_u16(p, vget_low_u16(vreinterpretq_u16_f32(x))); }

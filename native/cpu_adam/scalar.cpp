@@ -1,7 +1,6 @@
 // Kernels in plain C++, for machines with none of the vector instruction sets.
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels.h"
 

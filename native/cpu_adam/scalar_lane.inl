@@ -4,19 +4,19 @@
 
 struct Fp32 {
     using type = float;
-    static constexpr bool narrow = false;
+    static constexpr bool wanted = true, narrow = false;
 };
 struct Bf16 {
     using type = uint16_t;
-    static constexpr bool narrow = true;
+    static constexpr bool wanted = true, narrow = true;
 };
 struct Fp16 {
     using type = uint16_t;
-    static constexpr bool narrow = true;
+    static constexpr bool wanted = true, narrow = true;
 };
 struct NoOutput {
     using type = void;
-    static constexpr bool narrow = false;
+    static constexpr bool wanted = false, narrow = false;
 };
 
 inline uint32_t bits_of(float x) {
@@ -70,6 +70,10 @@ struct ScalarLane {
         } else {
             *p = static_cast<uint16_t>(sign | ((size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13));
         }
+    }
+    template <class Out>
+    static void store_pair(Out, typename Out::type* p, reg low, reg high) {
+        store(Out{}, p, low), store(Out{}, p + 1, high);
     }
     // The mover's store: as many bytes, no rounding.
     static void store_raw(Fp32, float* p, reg x) { *p = x; }
