@@ -66,7 +66,7 @@ class Arena:
         return start <= tensor.data_ptr() < start + self.capacity
 
 
-@dataclass
+@dataclass(eq=False)
 class Slab:
     """A reusable region; ``free_after`` is the last asynchronous entry that still touches it."""
 
