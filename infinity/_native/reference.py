@@ -1,4 +1,4 @@
-"""The optimizer kernels in plain PyTorch: the definition of the native ones, and what runs where they are missing.
+"""The optimizer kernels in plain PyTorch: the definition of the native ones, the fallback where those are missing.
 
 Every operation below is one rounding to nearest, in the order of native/cpu_adam/body.inl. ``addcmul``, ``addcdiv``,
 ``lerp`` and ``alpha=`` are left out on purpose: some of PyTorch's vectorised bodies fuse them, and then the bits depend
