@@ -6,6 +6,7 @@ import mmap
 
 import torch
 
+from infinity.errors import CapacityError
 from infinity.tier import HUGE_PAGE_BYTES, round_up
 
 
@@ -20,7 +21,13 @@ class HostMemory:
         self.nbytes = nbytes
         self.huge_pages = False
         mapped = round_up(max(nbytes, 1), HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
-        self._mapping = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._mapping = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise CapacityError(
+                f"RAM: {mapped} bytes cannot be mapped: {error.strerror}. Raise the limit of this process (ulimit -v) "
+                "or lower infinity.device_memory and infinity.host_memory"
+            ) from None
         try:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
             self.huge_pages = True

@@ -89,9 +89,9 @@ def open_io_engine(
     that is named, here or there, is used or it is an error. ``threads`` counts only for the pools of threads.
     """
     _check_options(queue_depth=queue_depth, block_size=block_size, threads=threads)
-    chosen, by = backend, "asked for"
+    chosen, by = backend, "infinity.io_engine"
     if backend == "auto":
-        chosen, by = os.environ.get(ENVIRONMENT, "").strip() or "auto", f"asked for by {ENVIRONMENT}"
+        chosen, by = os.environ.get(ENVIRONMENT, "").strip() or "auto", ENVIRONMENT
     candidates = list(BACKENDS) if chosen == "auto" else [_known(chosen, by)]
     reasons: dict[str, str] = {}
     for name in candidates:
@@ -102,16 +102,13 @@ def open_io_engine(
             return BACKENDS[name](queue_depth=queue_depth, block_size=block_size, threads=threads, faults=faults)
         reasons[name] = reason
     if chosen != "auto":
-        raise StorageError(
-            f"I/O backend {chosen!r}, {by}, cannot be used: {reasons[chosen]}",
-            action="Choose another one, or auto",
-        )
+        raise StorageError(f"{by} asks for {chosen}. {reasons[chosen]}", action="Choose another one, or auto")
     raise StorageError("no I/O backend works here: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
 
 def probe(backend: str) -> str | None:
     """Why ``backend`` cannot be used on this machine, found by a small write and read; None when it can."""
-    open_engine = BACKENDS[_known(backend, "asked for")]
+    open_engine = BACKENDS[_known(backend, "infinity.io_engine")]
     try:
         engine = open_engine(queue_depth=4, block_size=PAGE_BYTES, threads=1, faults=None)
     except (StorageError, OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
@@ -143,8 +140,8 @@ def _known(backend: str, by: str) -> str:
     if backend in BACKENDS:
         return backend
     near = difflib.get_close_matches(backend, BACKENDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"I/O backend {backend!r}, {by}, does not exist{hint} Known: auto, {', '.join(BACKENDS)}")
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ConfigError(f"{by} is {backend!r}, which does not exist{hint} Known: auto, {', '.join(BACKENDS)}")
 
 
 def _check_options(*, queue_depth: int, block_size: int, threads: int) -> None:
