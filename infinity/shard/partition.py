@@ -179,7 +179,8 @@ def _named_units(model: nn.Module, patterns: Sequence[str]) -> tuple[set[str], s
             and _owns_parameters(module)
         }
         if not matched:
-            names = sorted({type(module).__name__ for module in model.modules()})
+            usable = [module for module in model.modules() if _has_forward(module) and _owns_parameters(module)]
+            names = sorted({type(module).__name__ for module in usable})
             raise ConfigError(
                 f'infinity.units: "{pattern}" matches no module that has a forward and parameters; expected a class '
                 f"name ({', '.join(names[:12])}{', ...' if len(names) > 12 else ''}) or a module name pattern such as "
