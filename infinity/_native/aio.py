@@ -81,6 +81,7 @@ class _Library:
         self.close = loaded.infinity_aio_close
         self.submit = loaded.infinity_aio_submit
         self.done = loaded.infinity_aio_done
+        self.finished = loaded.infinity_aio_finished
         self.wait = loaded.infinity_aio_wait
         self.release = loaded.infinity_aio_release
         self.alignment = loaded.infinity_aio_alignment
@@ -89,10 +90,21 @@ class _Library:
         self.close.argtypes = (handle,)
         self.submit.argtypes = (handle, ctypes.POINTER(_Transfer), ctypes.POINTER(handle))
         self.done.argtypes = (handle,)
+        self.finished.argtypes = (handle,)
         self.wait.argtypes = (handle, integer, ctypes.POINTER(_Failure))
         self.release.argtypes = (handle,)
         self.alignment.argtypes = (integer, ctypes.POINTER(integer), ctypes.POINTER(integer))
-        for function in (self.open, self.close, self.submit, self.done, self.wait, self.release, self.alignment):
+        answers = (
+            self.open,
+            self.close,
+            self.submit,
+            self.done,
+            self.finished,
+            self.wait,
+            self.release,
+            self.alignment,
+        )
+        for function in answers:
             function.restype = integer
 
 
@@ -128,6 +140,10 @@ class Request:
 
     def done(self) -> bool:
         return bool(self._library.done(self._handle))
+
+    def finished_at(self) -> float:
+        """When the last block finished, on the clock of ``time.perf_counter``; only once it is done."""
+        return float(self._library.finished(self._handle)) / 1e9
 
     def wait(self) -> Failure | None:
         """Blocks, without the interpreter lock, until no block is on its way any more; any number of times."""

@@ -14,7 +14,7 @@ class Ledger:
 
     ``bytes[link]``: payload moved. ``seconds[phase]``: wall time of forward, backward, step, update.
     ``stalls[cause]``: seconds the training thread stood still for that cause. ``busy[link]``: seconds during which at
-    least one request of the link was known to be outstanding.
+    least one request of the link was under way.
     """
 
     def __init__(self) -> None:
@@ -22,24 +22,20 @@ class Ledger:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.stalls: defaultdict[str, float] = defaultdict(float)
         self.busy: defaultdict[str, float] = defaultdict(float)
-        self._outstanding: defaultdict[str, int] = defaultdict(int)
-        self._since: dict[str, float] = {}
+        self._covered: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def begin(self, link: str, nbytes: int) -> None:
         """Notes that a request of ``nbytes`` was handed to ``link``."""
         with self._lock:
             self.bytes[link] += nbytes
-            if self._outstanding[link] == 0:
-                self._since[link] = time.perf_counter()
-            self._outstanding[link] += 1
 
-    def end(self, link: str) -> None:
-        """Notes that a request of ``link`` was seen complete."""
+    def end(self, link: str, started: float, finished: float) -> None:
+        """Notes when one request of ``link`` was under way, on the clock of ``time.perf_counter``."""
         with self._lock:
-            self._outstanding[link] -= 1
-            if self._outstanding[link] == 0:
-                self.busy[link] += time.perf_counter() - self._since[link]
+            covered = self._covered[link]
+            self.busy[link] += max(0.0, finished - max(started, covered))
+            self._covered[link] = max(covered, finished)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -45,11 +45,16 @@ class BlockTicket:
         self.first_index = 0
         self.started_bytes = self.started_blocks = self.in_flight = 0
         self._event = threading.Event()
+        self._finished_at = 0.0
         self._waited = False
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._event.is_set()
+
+    def finished_at(self) -> float:
+        """When the transfer ended, on the clock of ``time.perf_counter``; only once it is done."""
+        return self._finished_at
 
     def wait(self) -> None:
         """Returns when nothing touches the tensor any more; raises StorageError when a block failed."""
@@ -66,6 +71,7 @@ class BlockTicket:
         """Lets go of tensor and file, which the ticket may outlive, and wakes whoever waits."""
         self.memory = memoryview(b"")
         self.descriptors = None
+        self._finished_at = time.perf_counter()
         self._event.set()
 
     def block_length(self, at: int, block_size: int) -> int:

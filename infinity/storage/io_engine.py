@@ -31,6 +31,10 @@ class IoTicket(Protocol):
         """Whether ``wait`` would return at once."""
         ...
 
+    def finished_at(self) -> float:
+        """When the transfer ended, on the clock of ``time.perf_counter``; only once it is done."""
+        ...
+
     def wait(self) -> None:
         """Returns when nothing touches the tensor any more; raises StorageError, every time, when a block failed."""
         ...

@@ -121,6 +121,10 @@ class NativeTicket:
         """Whether ``wait`` would return at once."""
         return self._transfer.request.done()
 
+    def finished_at(self) -> float:
+        """When the transfer ended, on the clock of ``time.perf_counter``; only once it is done."""
+        return self._transfer.request.finished_at()
+
     def wait(self) -> None:
         """Returns when nothing touches the tensor any more; raises StorageError when a block failed."""
         error = self._transfer.error()

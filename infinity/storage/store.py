@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -131,12 +132,13 @@ class Extent:
 
 
 class LinkTicket:
-    """An I/O ticket that tells the ledger when the transfer was first seen complete."""
+    """An I/O ticket that tells the ledger when the transfer began, when it ended."""
 
     def __init__(self, ticket: IoTicket, ledger: Ledger, link: str) -> None:
         self._ticket = ticket
         self._ledger = ledger
         self._link = link
+        self._started = time.perf_counter()
         self._lock = threading.Lock()
         self._open = True
 
@@ -157,7 +159,7 @@ class LinkTicket:
             if not self._open:
                 return
             self._open = False
-        self._ledger.end(self._link)
+        self._ledger.end(self._link, self._started, self._ticket.finished_at())
 
 
 class FileLease:

@@ -104,6 +104,8 @@ int64_t infinity_aio_submit(infinity_aio_engine *engine, const infinity_aio_tran
 
 int64_t infinity_aio_done(infinity_aio_request *request) { return request->done() ? 1 : 0; }
 
+int64_t infinity_aio_finished(infinity_aio_request *request) { return request->finished(); }
+
 int64_t infinity_aio_wait(infinity_aio_request *request, int64_t timeout_milliseconds, infinity_aio_failure *failure) {
     return without_exceptions([&] { return request->wait(timeout_milliseconds, failure); });
 }

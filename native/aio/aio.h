@@ -70,6 +70,9 @@ INFINITY_AIO_API int64_t infinity_aio_submit(infinity_aio_engine *engine, const 
 // 1 when every block of the request is finished, well or badly, otherwise 0.
 INFINITY_AIO_API int64_t infinity_aio_done(infinity_aio_request *request);
 
+// When the last block finished, in nanoseconds of CLOCK_MONOTONIC; only once the request is done.
+INFINITY_AIO_API int64_t infinity_aio_finished(infinity_aio_request *request);
+
 // Waits until the request is done, from any number of threads, as often as wanted. Returns 0, or -errno with `failure`
 // filled in, or 1 when it is not done in time; a negative timeout waits for as long as it takes.
 INFINITY_AIO_API int64_t infinity_aio_wait(infinity_aio_request *request, int64_t timeout_milliseconds,

@@ -19,6 +19,7 @@ int64_t infinity_aio_request::wait(int64_t timeout_milliseconds, infinity_aio_fa
 void infinity_aio_request::complete() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        finished_ = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
         done_.store(true, std::memory_order_release);
     }
     completed_.notify_all();

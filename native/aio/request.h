@@ -12,6 +12,7 @@ struct infinity_aio_request {
 public:
     explicit infinity_aio_request(const infinity_aio_transfer &transfer) : transfer(transfer) {}
 
+    int64_t finished() const { return finished_; }
     bool done() const { return done_.load(std::memory_order_acquire); }
     int64_t wait(int64_t timeout_milliseconds, infinity_aio_failure *failure);
     void complete(); // by the engine, once, when no block is on its way any more
@@ -30,6 +31,7 @@ private:
     ~infinity_aio_request() = default;
 
     std::atomic<int> owners_{2};
+    int64_t finished_ = 0; // published by done_
     std::atomic<bool> done_{false};
     std::mutex mutex_;
     std::condition_variable completed_;
