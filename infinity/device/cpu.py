@@ -42,7 +42,7 @@ class CpuDevice:
     def autocast(self, state: torch.dtype | None) -> AbstractContextManager[Any]:
         """Computes under the autocast that ``autocast_state`` saw."""
         if state is None:
-            return nullcontext()
+            return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
         return torch.autocast("cpu", dtype=state, cache_enabled=False)
 
     @contextmanager

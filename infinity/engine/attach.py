@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infinity.engine.materialize import initial_value, release_initial_value
-from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
 from infinity.plan.placement import Placement
@@ -22,13 +22,13 @@ def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> 
     modules = dict(model.named_modules())
     bound = []
     for unit in partition.units:
-        placeholders = []
+        placeholders: list[OffloadedParameter] = []
         homes = []
         for number, (slot, slot_homes) in enumerate(zip(unit.layout.slots, unit.homes, strict=True)):
             path, attribute = slot_homes[0]
             parameter = modules[path]._parameters[attribute]
             assert parameter is not None
-            placeholder = OffloadedParameter(
+            placeholder = LentParameter(
                 slot.shape, unit.layout.dtype, device, parameter.requires_grad, slot.name, _NOBODY, (unit.index, number)
             )
             placeholders.append(placeholder)
@@ -43,7 +43,7 @@ class _Nobody:
     def _refuse(self, *arguments: object) -> None:
         raise AssertionError("a placeholder was used before its engine was complete")
 
-    touched = gradient = set_gradient = _refuse
+    touched = operate = gradient = set_gradient = _refuse
 
 
 _NOBODY = _Nobody()

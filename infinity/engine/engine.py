@@ -318,5 +318,5 @@ def _take_down(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> No
     """What ``destroy`` does, also for an engine that is collected without it: its model must not go on computing."""
     runtime.closed = True
     for entry in entries:
-        entry.module.__dict__.pop("forward", None)
+        entry.remove()
     parts.close()

@@ -17,6 +17,7 @@ from infinity.config import Config
 from infinity.engine.attach import bind_units, store_values
 from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
 from infinity.engine.engine import Engine
+from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ConfigError
@@ -90,7 +91,12 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     for entry in parts.partition.entries:
         module = modules[entry.path]
         recompute = _recompute(parts.config, entry.path, module, is_block=entry.is_block)
-        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute, root=entry.path == ""))
+        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute))
+    called = {entry.path for entry in parts.partition.entries}
+    for path, module in modules.items():
+        own = {p._place[0] for p in module._parameters.values() if isinstance(p, OffloadedParameter)}
+        if own and path not in called:
+            entries.append(EntryModule(runtime, path, module, tuple(sorted(own)), recompute=False, guest=True))
     for wrapped in entries:
         wrapped.install()
     return Engine(model, parts, runtime, entries, _scaler(parts.config), group_of)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import OffloadedError
 
@@ -89,10 +89,16 @@ class OffloadedParameter(nn.Parameter):
         if name == "__get__":
             name = "data" if func == _DATA_GET else str(getattr(getattr(func, "__self__", None), "__name__", name))
 
-        def real(value: Any) -> Any:
-            return value._owner.touched(value, name) if isinstance(value, OffloadedParameter) else value
+        first = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, OffloadedParameter))
+        return first._compute(name, lambda real: func(*tree_map(real, args), **tree_map(real, kwargs)))
 
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
+    def _compute(self, function: str, run: Callable[[Callable[[Any], Any]], Any]) -> Any:
+        """Calls ``run`` with a function that puts real values in the place of placeholders."""
+
+        def real(value: Any) -> Any:
+            return value._owner.touched(value, function) if isinstance(value, OffloadedParameter) else value
+
+        return run(real)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -103,6 +109,23 @@ class OffloadedParameter(nn.Parameter):
                 value._owner.touched(value, str(func))
                 raise OffloadedError(_cannot(value, f"used by {func}"))
         raise OffloadedError(f"an offloaded parameter was used by {func}")
+
+
+class Lender(Owner, Protocol):
+    """An owner that lends values for one operation."""
+
+    def operate(self, function: str, run: Callable[[Callable[[Any], Any]], Any]) -> Any:
+        """Calls ``run``; what placeholders lend to it goes back afterwards, unless the result is a view of it."""
+        ...
+
+
+class LentParameter(OffloadedParameter):
+    """A placeholder whose values go back to their tier after each operation."""
+
+    _owner: Lender
+
+    def _compute(self, function: str, run: Callable[[Callable[[Any], Any]], Any]) -> Any:
+        return self._owner.operate(function, run)
 
 
 def _cannot(placeholder: OffloadedParameter, verb: str) -> str:

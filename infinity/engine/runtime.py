@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.device.cpu import CpuDevice
 from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.tree import Tree, tensors_in
 from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import Placement
@@ -57,13 +58,19 @@ class BoundUnit:
 
 
 class Frame:
-    """One running call: the units it has been lent, as leaf tensors of its own."""
+    """One running call: the units it has been lent, as leaf tensors of its own.
 
-    def __init__(self, runtime: Runtime, name: str, phase: Phase, *, differentiable: bool) -> None:
+    ``packs`` says that no tensor which autograd saves in it refers to lent memory; ``used`` are the units lent to it
+    or to an operation in it.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, phase: Phase, *, differentiable: bool, packs: bool) -> None:
         self.runtime = runtime
         self.name = name
         self.phase = phase
         self.differentiable = differentiable
+        self.packs = packs
+        self.used: set[int] = set()
         self.leaves: dict[int, list[nn.Parameter]] = {}
         self.ranges: dict[int, tuple[int, int]] = {}
 
@@ -71,6 +78,7 @@ class Frame:
         """Brings units to the device, then shows them in the module tree."""
         indices = [index for index in indices if index not in self.leaves]
         self.runtime.params.lend(indices, self.phase)
+        self.used.update(indices)
         for index in indices:
             bound = self.runtime.units[index]
             flat = self.runtime.params.flat(index)
@@ -80,6 +88,12 @@ class Frame:
             bound.bind(leaves)
             if self.phase is Phase.BACKWARD:
                 self.runtime.grads.expect(index)
+
+    def adopt(self, inner: Frame) -> None:
+        """Takes over what was lent to a frame within this one."""
+        self.leaves |= inner.leaves
+        self.ranges |= inner.ranges
+        inner.leaves = {}
 
     def close(self) -> None:
         """Takes the units back out of the module tree."""
@@ -132,15 +146,21 @@ class Runtime:
         return self.frames[-1].phase if self.frames else None
 
     @contextmanager
-    def frame(self, name: str, indices: Sequence[int], phase: Phase, *, differentiable: bool) -> Iterator[Frame]:
+    def frame(
+        self, name: str, indices: Iterable[int], phase: Phase, *, differentiable: bool, packs: bool = False
+    ) -> Iterator[Frame]:
         """A call in progress, with ``indices`` lent for its duration."""
-        frame = Frame(self, name, phase, differentiable=differentiable)
+        frame = Frame(self, name, phase, differentiable=differentiable, packs=packs)
         outermost = not self.frames
         if outermost and phase is Phase.INFERENCE:
             self.params.begin_inference()
         self.frames.append(frame)
         try:
-            with self.watched(), self.ledger.phase(phase.value) if outermost else _NOTHING:
+            with (
+                self.watched(),
+                self.device.uncached_autocast(),
+                self.ledger.phase(phase.value) if outermost else _NOTHING,
+            ):
                 frame.lend(indices)
                 yield frame
         finally:
@@ -181,15 +201,18 @@ class Runtime:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Replaces a view of lent memory by a handle; anything else is kept, with its version."""
-        index = self._unit_at(tensor.data_ptr()) if tensor.numel() else None
+        index = self.lent(tensor)
         if index is None:
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # detached, because a node that kept its own output would never die
         flat = self.params.flat(index)
         offset = (tensor.data_ptr() - flat.data_ptr()) // tensor.element_size()
         return LentMemory(index, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
-    def _unit_at(self, address: int) -> int | None:
-        """Which lent unit's memory holds ``address``."""
+    def lent(self, tensor: torch.Tensor) -> int | None:
+        """The lent unit of whose memory ``tensor`` is a view."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
         for frame in reversed(self.frames):
             for index, (start, stop) in frame.ranges.items():
                 if start <= address < stop:
@@ -208,31 +231,65 @@ class Runtime:
                 )
             return tensor  # type: ignore[no-any-return]
         if not self.frames:
-            raise OffloadedError("a saved tensor of an offloaded unit was read outside of backward()")
-        self.frames[-1].lend([packed.unit])
+            raise ScheduleError(
+                f'backward reached the inside of unit "{self.units[packed.unit].unit.name}", but not by its output: a '
+                "tensor computed in it left it in an object that is no tuple, list, dict or dataclass. Return it in one"
+            )
+        if any(packed.unit in frame.leaves for frame in self.frames):
+            return self._found(packed)
+        with self.frame("backward", [packed.unit], Phase.BACKWARD, differentiable=False):
+            return self._found(packed).clone()
+
+    def _found(self, packed: LentMemory) -> torch.Tensor:
         flat = self.params.flat(packed.unit).view(packed.dtype)
         return flat.as_strided(packed.shape, packed.stride, flat.storage_offset() + packed.offset)
 
-    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def owned(self, value: Any) -> Any:
+        """``value`` with a copy of every tensor that is a view of lent memory, to outlive the loan."""
+        tree = Tree(value)
+        lent = [isinstance(leaf, torch.Tensor) and self.lent(leaf) is not None for leaf in tree.leaves]
+        if not any(lent):
+            return value
+        return tree.filled([leaf.clone() if copy else leaf for leaf, copy in zip(tree.leaves, lent, strict=True)]).value
+
+    def borrowed(self, value: Any) -> Any:
         """A placeholder given as an argument becomes the values, lent to the caller's frame."""
-        return self.touched(tensor, "a module call") if isinstance(tensor, OffloadedParameter) else tensor
+        return self.touched(value, "a module call") if isinstance(value, OffloadedParameter) else value
 
     def touched(self, placeholder: OffloadedParameter, function: str) -> torch.Tensor:
         """Values for an operation on a placeholder, if a running call may be lent its unit."""
         if id(placeholder) in self.gathered:
             return self.gathered[id(placeholder)]
         index, slot = placeholder._place
-        if self.frames and not self.closed:
-            frame = self.frames[-1]
-            if torch.is_grad_enabled() and placeholder.requires_grad:
-                frame = next((frame for frame in reversed(self.frames) if frame.differentiable), frame)
-            frame.lend([index])
-            return frame.leaves[index][slot]
-        raise OffloadedError(
-            f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {self.param_tier} tier; "
-            f"{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
-            "`with infinity.gathered(p):`, or take all of them from engine.state_dict()"
-        )
+        if not self.frames or self.closed:
+            raise OffloadedError(
+                f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {self.param_tier} tier; "
+                f"{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
+                "`with infinity.gathered(p):`, or take all of them from engine.state_dict()"
+            )
+        needs_grad = torch.is_grad_enabled() and placeholder.requires_grad
+        able = [frame for frame in reversed(self.frames) if frame.differentiable or not needs_grad] or [self.frames[-1]]
+        frame = next((frame for frame in able if index in frame.leaves), able[0])
+        frame.lend([index])
+        return frame.leaves[index][slot]
+
+    def operate(self, function: str, run: Callable[[Callable[[Any], Any]], Any]) -> Any:
+        """Calls ``run`` on real values; what is lent for it goes back afterwards, unless the result is a view of it."""
+
+        def real(value: Any) -> Any:
+            mine = isinstance(value, OffloadedParameter) and value._owner is self
+            return self.touched(value, function) if mine else value
+
+        if not self.frames or (torch.is_grad_enabled() and not self.frames[-1].packs):
+            return run(real)
+        outer = self.frames[-1]
+        differentiable = any(frame.differentiable for frame in self.frames)
+        with self.frame(function, (), outer.phase, differentiable=differentiable, packs=True) as frame:
+            result = run(real)
+            outer.used |= frame.used
+            if any(self.lent(tensor) in frame.leaves for tensor in tensors_in(result)):
+                outer.adopt(frame)
+        return result
 
     def gradient(self, placeholder: OffloadedParameter) -> torch.Tensor | None:
         """``None`` while there is no gradient; otherwise an error that says how to get it."""

@@ -16,15 +16,16 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import nn
 
+from infinity.engine.changes import ModuleState, version
 from infinity.engine.runtime import Frame, Runtime
-from infinity.errors import ScheduleError
+from infinity.engine.tree import Tree, echo
+from infinity.errors import OffloadedError, ScheduleError
 from infinity.stream.params import Phase
 
 _PLAIN = (
@@ -34,111 +35,226 @@ _PLAIN = (
 
 
 class EntryModule:
-    """A module whose calls lend units: its own forward, the units, the mode."""
+    """A module whose calls lend units: its own forward, the units, the mode.
+
+    A *guest* lends only when it is called from outside of every other entry, which has its units otherwise.
+    """
 
     def __init__(
-        self, runtime: Runtime, path: str, module: torch.nn.Module, units: tuple[int, ...], recompute: bool, root: bool
+        self,
+        runtime: Runtime,
+        path: str,
+        module: nn.Module,
+        units: tuple[int, ...],
+        *,
+        recompute: bool,
+        guest: bool = False,
     ) -> None:
         self.runtime = runtime
         self.name = path or "(root)"
         self.module = module
         self.units = units
         self.recompute = recompute
+        self.guest = guest
         self.compute: Callable[..., Any] = module.forward
-        self.buffers = list(module.buffers()) if recompute else []
-        self.trains = any(runtime.units[index].unit.trainable for index in units) or (root and runtime.trains)
-        self._trusted = False
+        self.state = ModuleState(module)
+        self.trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._own_forward = module.__dict__.get("forward")
+        self._steady: set[tuple[bool, ...]] = set()
         functools.update_wrapper(self, self.compute, updated=())
 
     def install(self) -> None:
         """Puts this entry in the place of the module's forward."""
         self.module.forward = self
 
+    def remove(self) -> None:
+        """Gives the module its forward back."""
+        del self.module.__dict__["forward"]
+        if self._own_forward is not None:
+            self.module.forward = self._own_forward
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OffloadedError(
+            f'module "{self.name}" belongs to an engine: it cannot be copied or pickled. Take its values from '
+            "engine.state_dict(), or end the engine with engine.destroy(restore_parameters=True)"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self.runtime
+        if self.guest and runtime.frames:
+            return self.compute(*args, **kwargs)
         runtime.check()
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [runtime.borrowed(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        given = Tree((args, kwargs))
+        leaves = [runtime.borrowed(leaf) for leaf in given.leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        differentiable = torch.is_grad_enabled() and (self.trains or any(tensor.requires_grad for tensor in tensors))
-        if not differentiable:
-            with runtime.frame(self.name, self.units, runtime.phase or Phase.INFERENCE, differentiable=False):
-                args, kwargs = tree_unflatten(leaves, spec)
-                return self.compute(*args, **kwargs)
-        call = Call(self, leaves, spec)
-        anchor = None if any(tensor.requires_grad for tensor in tensors) else runtime.anchor
-        outputs = UnitFunction.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
-        return call.rebuild(outputs)
+        needs_grad = any(tensor.requires_grad for tensor in tensors)
+        if not torch.is_grad_enabled() or not (self.trains or needs_grad):
+            packs = bool(runtime.frames) and runtime.frames[-1].packs
+            phase = runtime.phase or Phase.INFERENCE
+            with runtime.frame(self.name, self.units, phase, differentiable=False, packs=packs):
+                if any(leaf is not own for leaf, own in zip(leaves, given.leaves, strict=True)):
+                    args, kwargs = given.filled(leaves).value
+                return runtime.owned(self.compute(*args, **kwargs))
+        call = Call(self, given, leaves)
+        return call.finish(UnitFunction.apply(call, None if needs_grad else runtime.anchor, *tensors))  # type: ignore[no-untyped-call]
 
-    def recomputes(self, leaves: Sequence[Any]) -> bool:
-        """Whether this call may be computed twice: not if it gets an object that the first pass could change."""
+    def may_recompute(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call may be computed twice: not if it gets an object that the first pass could change."""
         if not self.recompute:
             return False
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 self.runtime.say_once(
                     f'unit "{self.name}" is given a {type(leaf).__name__}, which computing it twice would change '
-                    "twice: its activations are kept instead. For a KV cache, pass use_cache=False to save the memory"
+                    "twice: its activations are kept. If it is a KV cache, pass use_cache=False to save the memory"
                 )
                 return False
         return True
 
-    @contextmanager
-    def unchanging(self, tensors: Sequence[torch.Tensor], call: Call) -> Iterator[None]:
-        """Checks that a forward that is to be computed again changed none of its arguments."""
-        before = [tensor._version for tensor in tensors]
-        yield
-        if before != [tensor._version for tensor in tensors]:
-            raise ScheduleError(
-                f'unit "{self.name}" changes one of its arguments in place, so computing it again in backward would '
-                f'give wrong gradients. Set infinity.recompute to {{"{self.name}": false}}'
-            )
+    def is_steady(self) -> bool:
+        """Whether a call in the present training mode was seen to leave the module as it was."""
+        return self.state.mode() in self._steady
+
+    def learn(self, changes: Sequence[tuple[nn.Module, str]], *, looked_back: bool) -> bool:
+        """Notes what a call changed in the module; whether that call may be computed again."""
+        if not changes and not looked_back:
+            self._steady.add(self.state.mode())
+            return True
+        what = f'changes "{changes[0][1]}" of a {type(changes[0][0]).__name__}' if changes else "takes a gradient"
+        self.runtime.say_once(
+            f'unit "{self.name}" {what} in forward, so that it cannot be computed twice: its activations are kept'
+        )
+        return False
+
+    def refuse(self, what: str) -> ScheduleError:
+        """The error for a unit that cannot be computed twice after all."""
+        return ScheduleError(
+            f'unit "{self.name}" {what}, so computing it again in backward would give wrong gradients. Set '
+            f'infinity.recompute to {{"{self.name}": false}}'
+        )
 
 
 class Call:
     """One differentiable call of an entry, from its forward to the end of its backward."""
 
-    def __init__(self, entry: EntryModule, leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(self, entry: EntryModule, given: Tree, leaves: list[Any]) -> None:
         self.entry = entry
-        self.recompute = entry.recomputes(leaves)
+        self.recompute = entry.may_recompute(leaves)
         self.outermost = not entry.runtime.frames
-        self.generations: dict[int, int] = {}
         self.rng: Any = None
         self.autocast: Any = None
-        self.inner_inputs: list[torch.Tensor] = []
-        self.inner_outputs: list[torch.Tensor] = []
-        self._spec = spec
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] | None = None
+        self.running = False
+        self.looked_back = False
+        self.changes: list[tuple[nn.Module, str]] = []
+        self._given = given
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._out_spec: TreeSpec | None = None
-        self._out_leaves: list[Any] = []
+        self._generations: dict[int, int] = {}
+        self._written: list[Any] = []
+        self._assigned: list[tuple[nn.Module, str]] = []
+        self._result: Tree | None = None
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the module's own forward; returns the tensors in its result."""
+        """Runs the module's own forward; the tensors in its result, in lists or dicts it wrote to, its attributes."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        self._out_leaves, self._out_spec = tree_flatten(self.entry.compute(*args, **kwargs))
-        return [leaf for leaf in self._out_leaves if isinstance(leaf, torch.Tensor)]
+        arguments = self._given.filled(leaves)
+        args, kwargs = arguments.value
+        before = self.entry.state.snapshot()
+        result = self.entry.compute(*args, **kwargs)
+        self.changes = self.entry.state.changed(before)
+        written = arguments.changed()
+        self._written = [original for original, _ in written]
+        self._assigned = [(module, key) for module, key in self.changes if _is_computed(module.__dict__.get(key))]
+        attributes = [module.__dict__[key] for module, key in self._assigned]
+        self._result = Tree((result, [now for _, now in written], attributes))
+        return [leaf for leaf in self._result.leaves if isinstance(leaf, torch.Tensor)]
 
-    def rebuild(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """The module's result with the autograd node's tensors in place of the inner ones."""
-        fresh = iter(outputs)
-        leaves = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._out_leaves]
-        assert self._out_spec is not None
-        result = tree_unflatten(leaves, self._out_spec)
-        self._out_leaves = []
+    def finish(self, outputs: Sequence[torch.Tensor] | None) -> Any:
+        """The module's result, with the autograd node's tensors in place of the inner ones wherever those went."""
+        assert self._result is not None
+        fresh = iter(outputs or ())
+        leaves = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._result.leaves]
+        result, contents, attributes = self._result.filled(leaves).value
+        for original, content in zip(self._written, contents, strict=True):
+            echo(original, content)
+        for (module, key), value in zip(self._assigned, attributes, strict=True):
+            module.__dict__[key] = value
+        self._result = None
         return result
+
+    def first_pass(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs forward with a graph, which is empty if the unit is known to be fit for a second run.
+
+        Sets ``outputs``; returns what it gave the module. The graph is built even where it is thrown away, so that
+        code that looks at it sees what it sees in the plain model.
+        """
+        entry, runtime = self.entry, self.entry.runtime
+        steady = self.recompute and entry.is_steady()
+        rng = runtime.device.rng_state() if self.recompute else None
+        self.inputs = _leaves_like(tensors)
+        pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, self._unpack)
+        self.running = True
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            given = _aliases(self.inputs)
+            self.outputs = self.compute(given)
+        self.running = False
+        if steady and self.changes:
+            raise entry.refuse(f'changes "{self.changes[0][1]}" of a {type(self.changes[0][0]).__name__}')
+        if self.recompute and not steady:
+            self.recompute = entry.learn(self.changes, looked_back=self.looked_back)
+        if self.recompute:
+            self.rng = None if runtime.device.same_rng_state(rng) else rng
+            self.autocast = runtime.device.autocast_state()
+            self.inputs = []
+        return given
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self.looked_back |= self.running
+        return self.entry.runtime.unpack(packed)
+
+    def _gone(self, packed: Any) -> torch.Tensor:
+        raise self.entry.refuse("takes a gradient inside its forward")
+
+    def compute_again(self, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs with outputs of a second run that sees the random numbers, the autocast of the first."""
+        device = self.entry.runtime.device
+        now = device.rng_state() if self.rng is not None else None
+        if self.rng is not None:
+            device.set_rng_state(self.rng)
+        inputs = _leaves_like(saved)
+        try:
+            with torch.enable_grad(), device.autocast(self.autocast):
+                outputs = self.compute(inputs)
+        finally:
+            if now is not None:
+                device.set_rng_state(now)
+        self._result = None
+        return inputs, outputs
+
+    def kept(self, *, retain: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs with outputs of the inner graph, which is given up unless it is to be used once more."""
+        if self.outputs is None:
+            raise RuntimeError(
+                f'Trying to backward through unit "{self.entry.name}" a second time. Specify retain_graph=True in the '
+                "first backward()"
+            )
+        inputs, outputs = self.inputs, self.outputs
+        if not retain:
+            self.outputs = None
+        return inputs, outputs
 
     def note_generations(self, frame: Frame) -> None:
         """Remembers which values this forward saw."""
         units = self.entry.runtime.units
-        self.generations = {index: units[index].generation for index in frame.leaves}
+        self._generations = {index: units[index].generation for index in frame.used}
 
     def check_generations(self) -> None:
         """Raises if a step changed a unit between this call's forward and its backward."""
-        for index, generation in self.generations.items():
+        for index, generation in self._generations.items():
             bound = self.entry.runtime.units[index]
             if bound.generation != generation:
                 raise ScheduleError(
@@ -155,110 +271,86 @@ class UnitFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         entry, runtime = call.entry, call.entry.runtime
-        with runtime.frame(entry.name, entry.units, runtime.phase or Phase.FORWARD, differentiable=True) as frame:
-            outputs = _forward_to_recompute(call, frame, tensors) if call.recompute else None
-            if outputs is None:
-                call.recompute = False
-                outputs = _forward_to_keep(call, frame, tensors)
+        versions = [version(tensor) for tensor in tensors]
+        phase = runtime.phase or Phase.FORWARD
+        with runtime.frame(entry.name, entry.units, phase, differentiable=True, packs=True) as frame:
+            given = call.first_pass(tensors)
+            inner = call.outputs or []
+            outputs = [runtime.owned(output.detach()) for output in inner]
             call.note_generations(frame)
+        written = {id(t): n for n, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version(t) != v}
         if call.recompute:
+            if written:
+                raise entry.refuse("changes one of its arguments in place")
             ctx.save_for_backward(*tensors)
-            fixed = [output for output in outputs if not (output.is_floating_point() or output.is_complex())]
+            call.outputs = None
         else:
-            fixed = [
-                output for output, inner in zip(outputs, call.inner_outputs, strict=True) if not inner.requires_grad
-            ]
-        ctx.mark_non_differentiable(*fixed)
+            inner += [given[n] for n in written.values()]
+            outputs += [tensors[n] for n in written.values()]
+            ctx.mark_dirty(*(tensors[n] for n in written.values()))
+        ctx.mark_non_differentiable(*(o for o, i in zip(outputs, inner, strict=True) if not i.requires_grad))
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: Call = ctx.call
         entry, runtime = call.entry, call.entry.runtime
+        if torch.is_grad_enabled():
+            raise ScheduleError(
+                f'unit "{entry.name}" was differentiated with create_graph=True; second derivatives of an offloaded '
+                "model are not supported"
+            )
         runtime.check()
         saved = ctx.saved_tensors
         call.check_generations()
         factor = runtime.loss_factor() if call.outermost else 1.0
         with runtime.frame(entry.name, entry.units, Phase.BACKWARD, differentiable=True):
-            if call.recompute:
-                inputs = _fresh_inputs(saved)
-                outputs = _compute_again(call, inputs)
-                retain = False
-            else:
-                inputs, outputs = call.inner_inputs, call.inner_outputs
-                retain = _graph_is_retained()
+            retain = not call.recompute and torch._C._autograd._get_current_graph_task_keep_graph()
+            inputs, outputs = call.compute_again(saved) if call.recompute else call.kept(retain=retain)
             pairs = [
                 (output, gradient if factor == 1.0 else gradient * factor)
                 for output, gradient in zip(outputs, gradients, strict=True)
                 if gradient is not None and output.requires_grad
             ]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
-            if not call.recompute and not retain:
-                call.inner_outputs = []
+            received = _flow(pairs, inputs, retain) if pairs else [None] * len(inputs)
             runtime.grads_complete(entry.units)
-        results: list[torch.Tensor | None] = []
-        for tensor in inputs:
-            gradient, tensor.grad = tensor.grad, None
-            results.append(gradient if gradient is None or factor == 1.0 else gradient / factor)
-        return (None, None, *results)
+        return (None, None, *(g if g is None or factor == 1.0 else g / factor for g in received))
 
 
-def _forward_to_recompute(call: Call, frame: Frame, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Computes without a graph; None if this unit turned out to change itself and must be kept instead."""
-    entry, device = call.entry, call.entry.runtime.device
-    rng = device.rng_state()
-    buffers = entry.buffers
-    first = not entry._trusted
-    copies = [buffer.clone() for buffer in buffers] if first else []
-    versions = [buffer._version for buffer in buffers]
-    with torch.no_grad(), entry.unchanging(tensors, call):
-        outputs = call.compute(tensors)
-    if versions != [buffer._version for buffer in buffers]:
-        if not first:
-            raise ScheduleError(
-                f'unit "{entry.name}" began to change its buffers after its first call; set infinity.recompute to '
-                f'{{"{entry.name}": false}}'
-            )
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
-        device.set_rng_state(rng)
-        entry.recompute = False
-        entry.runtime.say_once(
-            f'unit "{entry.name}" updates its buffers in forward (as BatchNorm does): its activations are kept, '
-            "because computing it twice would update them twice"
-        )
-        return None
-    entry._trusted = True
-    call.rng = None if device.same_rng_state(rng) else rng
-    call.autocast = device.autocast_state()
-    return [output.detach() for output in outputs]
+def _flow(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor], retain: bool
+) -> list[torch.Tensor | None]:
+    """Lets gradients flow from outputs to weights, which deposit theirs, and inputs, whose gradients are returned."""
+    outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+    if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+        torch.autograd.backward(outputs, gradients, retain_graph=retain)
+        return [_taken(tensor) for tensor in inputs]
+    # The caller is autograd.grad() or backward(inputs=...): weights get nothing.
+    wanted = list({id(tensor): tensor for tensor in inputs if tensor.requires_grad}.values())
+    found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True) if wanted else ()
+    for tensor, gradient in zip(wanted, found, strict=True):
+        tensor.grad = gradient
+    return [_taken(tensor) for tensor in inputs]
 
 
-def _forward_to_keep(call: Call, frame: Frame, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    call.inner_inputs = _fresh_inputs(tensors)
-    hooks = torch.autograd.graph.saved_tensors_hooks(frame.runtime.pack, frame.runtime.unpack)
-    with torch.enable_grad(), frame.runtime.device.uncached_autocast(), hooks:
-        call.inner_outputs = call.compute(call.inner_inputs)
-    return [output.detach() for output in call.inner_outputs]
+def _taken(tensor: torch.Tensor) -> torch.Tensor | None:
+    gradient, tensor.grad = tensor.grad, None
+    return gradient
 
 
-def _compute_again(call: Call, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    device = call.entry.runtime.device
-    now = device.rng_state() if call.rng is not None else None
-    if call.rng is not None:
-        device.set_rng_state(call.rng)
-    try:
-        with torch.enable_grad(), device.autocast(call.autocast):
-            return call.compute(inputs)
-    finally:
-        if now is not None:
-            device.set_rng_state(now)
+class _Alias(torch.autograd.Function):
+    """The same tensor as no leaf, so that a forward may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
-def _fresh_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _leaves_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves with the same values; a tensor given twice stays one tensor."""
     fresh: dict[int, torch.Tensor] = {}
     for tensor in tensors:
@@ -267,5 +359,17 @@ def _fresh_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [fresh[id(tensor)] for tensor in tensors]
 
 
-def _graph_is_retained() -> bool:
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+def _aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    fresh: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        if id(leaf) not in fresh:
+            fresh[id(leaf)] = _Alias.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+    return [fresh[id(leaf)] for leaf in leaves]
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _nothing(tensor: torch.Tensor) -> None:
+    """What a forward that will be computed again saves."""

@@ -1,0 +1,76 @@
+"""Sees what a forward changed in its own module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+BOOKKEEPING = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs"}
+"""Attributes that are no state of the model: torch's own, those in which an RNN keeps its parameters a second time."""
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Buffers and plain attributes of a module and of every module in it, as they were."""
+
+    values: list[dict[str, Any]]
+
+
+class ModuleState:
+    """What a forward of ``module`` could change about itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+
+    def mode(self) -> tuple[bool, ...]:
+        """What of the modules is in training mode."""
+        return tuple(module.training for module in self._modules)
+
+    def snapshot(self) -> Snapshot:
+        """The state as it is now; values are referred to, not copied."""
+        return Snapshot([{key: _mark(value) for key, value in _state(module)} for module in self._modules])
+
+    def changed(self, before: Snapshot) -> list[tuple[nn.Module, str]]:
+        """Every ``(module, attribute)`` that was assigned or written to since ``before``."""
+        return [
+            (module, key)
+            for module, old in zip(self._modules, before.values, strict=True)
+            for key, value in _state(module)
+            if not _same(old.get(key, _NOTHING), _mark(value))
+        ]
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """How often ``tensor`` was written to; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _state(module: nn.Module) -> list[tuple[str, Any]]:
+    own = [(key, value) for key, value in module.__dict__.items() if key not in BOOKKEEPING]
+    return own + [(key, value) for key, value in module._buffers.items() if value is not None]
+
+
+def _mark(value: Any) -> Any:
+    """What a later value is compared with: a tensor's version, a container's members, else the value itself."""
+    if isinstance(value, torch.Tensor):
+        return value, version(value)
+    if type(value) in (list, tuple):
+        return [_mark(member) for member in value]
+    if type(value) is dict:
+        return {key: _mark(member) for key, member in value.items()}
+    return value
+
+
+def _same(before: Any, now: Any) -> bool:
+    if type(before) is not type(now):
+        return False
+    if isinstance(now, (list, tuple)):
+        return len(before) == len(now) and all(_same(a, b) for a, b in zip(before, now, strict=True))
+    if isinstance(now, dict):
+        return before.keys() == now.keys() and all(_same(before[key], value) for key, value in now.items())
+    return before is now or (isinstance(now, (int, float, complex, str, bytes)) and before == now)
