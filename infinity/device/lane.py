@@ -65,12 +65,6 @@ class LaneTicket:
         self._event.set()
 
 
-def join(thread: threading.Thread) -> None:
-    """Waits for a thread of ours to end. The garbage collector may close an engine in any thread, even in this one."""
-    if thread is not threading.current_thread():
-        thread.join()
-
-
 class Lane:
     """One thread that runs what it is given, in order. ``delay`` is called before each entry (tests inject jitter)."""
 
@@ -91,7 +85,7 @@ class Lane:
         """Runs what is queued, then ends the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
-            join(self._thread)
+            self._thread.join()
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Engine:
         self._last_traffic = (0, 0)
         self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
         self._synchronise_scale()
-        self._finalizer = weakref.finalize(self, _take_down, parts, runtime, entries)
+        self._finalizer = weakref.finalize(self, _collected, parts, runtime, entries)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -294,7 +295,8 @@ class Engine:
                 self.settle()
                 restore_values(self._runtime.units, self._parts.stores)
         finally:
-            self._finalizer()
+            self._finalizer.detach()
+            _take_down(self._parts, self._runtime, self._entries)
 
     def __enter__(self) -> Engine:
         return self
@@ -315,8 +317,21 @@ class Engine:
 
 
 def _take_down(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> None:
-    """What ``destroy`` does, also for an engine that is collected without it: its model must not go on computing."""
+    """Ends the model's use of the engine, then the engine."""
     runtime.closed = True
     for entry in entries:
         entry.remove()
     parts.close()
+
+
+def _collected(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> None:
+    """The end of an engine that nobody destroyed.
+
+    The collector comes in any thread at any instruction, even inside a lane or under a lock of an I/O engine, so it
+    must not wait here for either: another thread does. At the end of the program, when the main thread has ended and
+    nobody would wait for another one, there is nothing to be inside of.
+    """
+    if threading.main_thread().is_alive():
+        threading.Thread(target=_take_down, args=(parts, runtime, entries), name="infinity-end").start()
+    else:
+        _take_down(parts, runtime, entries)

@@ -8,7 +8,6 @@ import threading
 import weakref
 from typing import Any
 
-from infinity.device.lane import join
 from infinity.errors import StorageError
 from infinity.storage.blocks import Block, BlockEngine, BlockQueue, refuse_reordering
 from infinity.storage.faults import Faults
@@ -124,4 +123,4 @@ def _close(queue: BlockQueue, worker: threading.Thread) -> None:
     if os.getpid() != queue.owner:  # a child made by fork has none of the threads
         return
     queue.close()
-    join(worker)
+    worker.join()

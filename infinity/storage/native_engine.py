@@ -42,7 +42,8 @@ class NativeIoEngine:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._abandoned: deque[Transfer] = deque()
-        self._close = weakref.finalize(self, _close, self._native, self._owner, self._abandoned)
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._close = weakref.finalize(self, _close, self._native, self._owner, self._abandoned, self._transfers)
 
     def read(self, file: SwapFile, offset: int, into: torch.Tensor) -> NativeTicket:
         """Fills ``into`` from ``offset`` on. It must not be touched until the ticket is done."""
@@ -80,11 +81,13 @@ class NativeIoEngine:
                 raise transfer_error(
                     write=write, path=file.path, offset=offset, length=tensor.numel(), number=error.errno or 0
                 ) from None
+            transfer = Transfer(request, file.path, write, (tensor, descriptors))
+            self._transfers.add(transfer)
         _look_after(self._abandoned)
-        return NativeTicket(Transfer(request, file.path, write, (tensor, descriptors)), self, self._abandoned)
+        return NativeTicket(transfer, self, self._abandoned)
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """One request, with what must stay alive until it is done."""
 
@@ -150,11 +153,15 @@ def _look_after(abandoned: deque[Transfer]) -> None:
             log.error("nobody waited for an I/O request that failed: %s", error)
 
 
-def _close(native: aio.Engine, owner: int, abandoned: deque[Transfer]) -> None:
+def _close(
+    native: aio.Engine, owner: int, abandoned: deque[Transfer], transfers: weakref.WeakSet[Transfer]
+) -> None:
     if os.getpid() != owner:  # a child made by fork has none of the threads
         return
     native.close()
     _look_after(abandoned)
+    for transfer in transfers:  # whoever keeps a ticket must not keep a file, so its disk space, with it
+        transfer.held = None
 
 
 def _native_faults(faults: Faults) -> aio.Faults:

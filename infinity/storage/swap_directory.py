@@ -38,6 +38,7 @@ class SwapDirectory:
         self._files: list[SwapFile] = []
         self._lock = -1
         self._made_root = False
+        self._owner = os.getpid()
         root_lock = self._lock_root()
         try:
             self.reclaimed_bytes = self._reclaim()
@@ -70,7 +71,8 @@ class SwapDirectory:
     def remove(self) -> None:
         """Closes and removes every file made here; ``root`` stays unless it was made here too.
 
-        Whatever was removed already, by whomever, is no error.
+        Whatever was removed already, by whomever, is no error. In a child made by fork nothing is removed: the files
+        are its parent's.
         """
         for file in self._files:
             file.close()
@@ -78,6 +80,8 @@ class SwapDirectory:
         if self._lock < 0:
             return
         lock, self._lock = self._lock, -1
+        if os.getpid() != self._owner:
+            return
         try:
             with suppress(FileNotFoundError), _locked(self.root):
                 _remove_owner_directory(self.path)

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 
-from infinity.device.lane import join
 from infinity.storage.blocks import BlockEngine, BlockQueue, refuse_reordering
 from infinity.storage.faults import Faults
 
@@ -50,4 +49,4 @@ def _close(queue: BlockQueue, workers: list[threading.Thread]) -> None:
         return
     queue.close()
     for worker in workers:
-        join(worker)
+        worker.join()
