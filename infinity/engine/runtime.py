@@ -262,6 +262,7 @@ class Runtime:
             return self.gathered[id(placeholder)]
         index, slot = placeholder._place
         if not self.frames or self.closed:
+            self.check()  # where there is an end of the engine to tell of, that is what the caller must know
             raise OffloadedError(
                 f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {self.param_tier} tier; "
                 f"{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
