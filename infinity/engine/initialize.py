@@ -21,7 +21,7 @@ from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ConfigError
-from infinity.optim.facade import StreamedAdam
+from infinity.optim.facade import StreamedAdam, group_problems
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.schedulers import build_scheduler
 from infinity.tier import StateKind
@@ -47,7 +47,8 @@ def initialize(
     ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
     in no group are not trained. ``optimizer``: a torch Adam or AdamW whose groups are taken over. ``lr_scheduler``: a
     torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()``. Raises ``ConfigError``,
-    ``CapacityError`` or ``StorageError`` before the model is touched.
+    ``CapacityError`` or ``StorageError`` before the model is touched; one that a scheduler or loader raises finds the
+    model with parameters in RAM again.
     """
     settings = Config.load(config)
     groups, defaults = _parameter_groups(model, settings, model_parameters, optimizer)
@@ -58,10 +59,15 @@ def initialize(
     except BaseException:
         parts.close()
         raise
-    if groups is not None:
-        engine.optimizer = StreamedAdam(groups, defaults, engine.step, engine.zero_grad)
-        engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
-    return engine, engine.optimizer, _loader(training_data, collate_fn, settings, parts), engine.lr_scheduler
+    try:
+        if groups is not None:
+            engine.optimizer = StreamedAdam(groups, defaults, engine.step, engine.zero_grad)
+            engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
+        loader = _loader(training_data, collate_fn, settings, parts)
+    except BaseException:
+        engine.destroy(restore_parameters=True)
+        raise
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
@@ -141,6 +147,7 @@ def _parameter_groups(
     seen: dict[int, int] = {}
     problems = []
     for number, group in enumerate(groups):
+        problems += group_problems(number, group, defaults)
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         for parameter in group["params"]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from infinity._native.cpu_adam import AdamStep
-from infinity.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -40,8 +39,6 @@ class StreamedAdam(torch.optim.Optimizer):
         self._on_step = on_step
         self._on_zero_grad = on_zero_grad
         super().__init__(groups, {**DEFAULTS, **defaults})
-        for number, group in enumerate(self.param_groups):
-            _check(number, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step; a closure is called first, as torch does."""
@@ -73,7 +70,9 @@ class StreamedAdam(torch.optim.Optimizer):
         )
 
 
-def _check(number: int, group: dict[str, Any]) -> None:
+def group_problems(number: int, given: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Every number of a parameter group that the streamed Adam cannot work with."""
+    group = {**DEFAULTS, **defaults, **given}
     wrong = []
     for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
         if group.get(flag):
@@ -84,5 +83,4 @@ def _check(number: int, group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if float(group[name]) < 0:
             wrong.append(f"parameter group {number}: {name}={group[name]}; expected a number that is not negative")
-    if wrong:
-        raise ConfigError(wrong)
+    return wrong

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity._native.cpu_adam import AdamStep, Kernels
 from infinity.device.lane import Lane, LaneTicket, Ticket
@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class UnitUpdate:
-    """What one step does to one unit; elements in no piece stay as they are."""
+    """What one step does to one unit, in one piece at least; elements in no piece stay as they are."""
 
     unit: Unit
     pieces: tuple[Piece, ...]
@@ -42,6 +42,7 @@ class SubGroup:
     start: int
     stop: int
     pieces: tuple[Piece, ...]
+    is_last: bool = False
 
     @property
     def covered(self) -> bool:
@@ -98,8 +99,6 @@ class Updater:
                             self._advance(window, tickets)
                 while window:
                     self._advance(window, tickets)
-                for ticket in tickets.values():
-                    ticket.resolve()
             except BaseException as error:
                 for _, leases in window:
                     _abandon(leases)
@@ -114,8 +113,7 @@ class Updater:
         for kind in tuple(leases):
             leases.pop(kind).release()  # one at a time: after an error the others are still there to be abandoned
         window.popleft()
-        following = window[0][0].unit.index if window else None
-        if following is not None and following != group.unit.index:
+        if group.is_last:
             tickets[group.unit.index].resolve()
 
     def _subgroups(self, update: UnitUpdate) -> list[SubGroup]:
@@ -128,6 +126,7 @@ class Updater:
             )
             if pieces:
                 found.append(SubGroup(update.unit, start, stop, pieces))
+        found[-1] = replace(found[-1], is_last=True)
         return found
 
     def _acquire(self, group: SubGroup) -> dict[StateKind, Lease]:
