@@ -117,6 +117,9 @@ class Recorded:
             self.log.append(f"wait {self.name}")
         self.complete = True
 
+    def finished_at(self) -> float:
+        return 0.0
+
 
 @dataclass
 class RecordingEngine:
