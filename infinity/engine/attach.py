@@ -11,6 +11,7 @@ from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
+from infinity.errors import OffloadedError
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Partition
 from infinity.storage.store import Store
@@ -41,7 +42,10 @@ class _Nobody:
     """Owner of placeholders while a model is being attached."""
 
     def _refuse(self, *arguments: object) -> None:
-        raise AssertionError("a placeholder was used before its engine was complete")
+        raise OffloadedError(
+            "a parameter's values were being moved to their tier when infinity.initialize failed, so they are lost; "
+            "build the model again"
+        )
 
     touched = operate = gradient = set_gradient = _refuse
 

@@ -127,10 +127,10 @@ def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:
     try:
         _open_stores(parts, injected)
         _wire(parts, injected)
+        log.info("%s", plan.render())
     except BaseException:
         parts.close()
         raise
-    log.info("%s", plan.render())
     return parts
 
 

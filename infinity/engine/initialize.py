@@ -47,7 +47,8 @@ def initialize(
     ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
     in no group are not trained. ``optimizer``: a torch Adam or AdamW whose groups are taken over. ``lr_scheduler``: a
     torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()``. Raises ``ConfigError``,
-    ``CapacityError`` or ``StorageError`` before the model is touched; one that a scheduler or loader raises finds the
+    ``CapacityError`` or ``StorageError`` before the model is touched, unless it is a disk that fails while parameters
+    are being moved to it: then the model has to be built again. An error that a scheduler or loader raises finds the
     model with parameters in RAM again.
     """
     settings = Config.load(config)
