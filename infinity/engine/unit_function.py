@@ -145,6 +145,7 @@ class Call:
         self.autocast: Any = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] | None = None
+        self.dirty: list[tuple[torch.Tensor, int]] = []
         self.running = False
         self.looked_back = False
         self.changes: list[tuple[nn.Module, str]] = []
@@ -183,7 +184,10 @@ class Call:
             echo(original, content)
         for (module, key), value in zip(self._assigned, attributes, strict=True):
             module.__dict__[key] = value
+        for tensor, count in self.dirty:  # torch counted the write a second time, as the node's
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))
         self._result = None
+        self.dirty = []
         return result
 
     def first_pass(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -286,8 +290,9 @@ class UnitFunction(torch.autograd.Function):
             call.outputs = None
         else:
             inner += [given[n] for n in written.values()]
-            outputs += [tensors[n] for n in written.values()]
-            ctx.mark_dirty(*(tensors[n] for n in written.values()))
+            call.dirty = [(tensors[n], tensors[n]._version) for n in written.values()]
+            outputs += [tensor for tensor, _ in call.dirty]
+            ctx.mark_dirty(*(tensor for tensor, _ in call.dirty))
         ctx.mark_non_differentiable(*(o for o, i in zip(outputs, inner, strict=True) if not i.requires_grad))
         return tuple(outputs)
 
