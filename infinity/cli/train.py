@@ -63,8 +63,8 @@ def decoder_config(config: Config) -> DecoderConfig:
     names = {field.name for field in fields(DecoderConfig)}
     needed = 'such as {"d_model": 256, "n_layers": 4, "n_heads": 4, "d_ff": 704}'
     given = config.run.model
-    if not isinstance(given, dict):
-        raise ConfigError(f"`run.model` is {given!r}, but `infinity train` needs the sizes of its decoder, {needed}.")
+    if given is None:
+        raise ConfigError(f"`run.model` is not given, but `infinity train` needs the sizes of its decoder, {needed}.")
     if unknown := sorted(set(given) - names):
         raise ConfigError(
             f"`run.model.{unknown[0]}` is not a key of the decoder; known are {', '.join(sorted(names))}."

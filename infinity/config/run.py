@@ -9,19 +9,17 @@ from pydantic import PlainValidator
 from infinity.config.values import AS_JSON, Block, Count, Natural, Text, expected
 
 
-def _model(value: object) -> dict[str, Any] | str:
-    if isinstance(value, str) and value.strip():
-        return value
+def _model(value: object) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise expected("an object that describes the built-in decoder, or the path of a model directory")
+    raise expected("an object that describes the built-in decoder")
 
 
 class RunConfig(Block):
     """What to train, on what, for how long."""
 
-    model: Annotated[dict[str, Any] | str, PlainValidator(_model, json_schema_input_type=Any), AS_JSON] | None = None
-    """Sizes of the built-in decoder (``{"layers": 12, ...}``), or the path of a Hugging Face model directory."""
+    model: Annotated[dict[str, Any], PlainValidator(_model, json_schema_input_type=Any), AS_JSON] | None = None
+    """Sizes of the built-in decoder: ``{"d_model": 256, "n_layers": 4, "n_heads": 4, "d_ff": 704}``."""
     data: Text = "stdlib"
     """A text file, a directory of them, or "stdlib": the sources of Python's standard library."""
     sequence_length: Count = 256

@@ -144,7 +144,7 @@ def test_an_override_without_a_value_says_how_to_write_one(config: Path) -> None
     ("override", "expected"),
     [
         ("run.model=null", "`infinity train` needs the sizes"),
-        ("run.model=some/path", "`infinity train` needs the sizes"),
+        ("run.model=some/path", "must be an object that describes the built-in decoder"),
         ('run.model={"d_model": 64}', "missing 3 required"),
         ("run.model.width=3", "`run.model.width` is not a key of the decoder"),
         ("run.model.n_heads=7", "multiple of 2 * n_heads"),
