@@ -139,6 +139,7 @@ class Runtime:
         self.stores: dict[StateKind, Store]
         self.placement: Placement
         self._said: set[str] = set()
+        self._leaves: dict[tuple[int, int, bool], tuple[list[bool], list[nn.Parameter]]] = {}
 
     @property
     def phase(self) -> Phase | None:
@@ -177,14 +178,24 @@ class Runtime:
             raise
 
     def leaves(self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool) -> list[nn.Parameter]:
-        """New leaf parameters over a lent unit's memory; gradients that reach them are deposited at once."""
-        leaves = []
-        for slot, (view, placeholder) in enumerate(zip(bound.unit.layout.views(flat), bound.placeholders, strict=True)):
-            leaf = nn.Parameter(view, requires_grad=placeholder.requires_grad)
-            if differentiable and bound.unit.trainable and placeholder.requires_grad:
-                leaf.register_post_accumulate_grad_hook(self._depositor(bound.unit.index, slot))  # type: ignore[no-untyped-call]
-            leaves.append(leaf)
-        return leaves
+        """Leaf parameters over a lent unit's memory; gradients that reach them are deposited at once.
+
+        They are made once per unit and place in memory: making them costs more than a small unit's whole lend.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = [placeholder.requires_grad for placeholder in bound.placeholders]
+        key = bound.unit.index, flat.data_ptr(), differentiable
+        known, leaves = self._leaves.get(key, ([], []))
+        if known != wanted:
+            leaves = [
+                nn.Parameter(view, requires)
+                for view, requires in zip(bound.unit.layout.views(flat), wanted, strict=True)
+            ]
+            for slot, leaf in enumerate(leaves):
+                if differentiable and bound.unit.trainable and leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(self._depositor(bound.unit.index, slot))  # type: ignore[no-untyped-call]
+            self._leaves[key] = wanted, leaves
+        return list(leaves)
 
     def _depositor(self, index: int, slot: int) -> Any:
         def deposit(leaf: torch.Tensor) -> None:
