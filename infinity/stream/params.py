@@ -167,16 +167,21 @@ class ParamStream:
 
     def _prefetch(self, schedule: Schedule) -> None:
         seen: set[int] = set()
+        full: set[int] = set()  # slab sizes of which every slab holds a unit that is needed sooner
         for index in islice(schedule.upcoming(), 2 * self._look_ahead):
             if index in seen:
                 continue
             seen.add(index)
-            if len(seen) > self._look_ahead:
+            if len(seen) > self._look_ahead or len(full) == len(self._pools):
                 return
-            if index not in self._residents:
-                slab = self._slab_for(index, schedule, demanded=False)
-                if slab is not None:
-                    self._fetch(index, slab)
+            size = self._slab_bytes[index]
+            if index in self._residents or size in full:
+                continue
+            slab = self._slab_for(index, schedule, demanded=False)
+            if slab is None:
+                full.add(size)
+            else:
+                self._fetch(index, slab)
 
     def _slab_for(self, index: int, schedule: Schedule, *, demanded: bool) -> Slab | None:
         pool = self._pools[self._slab_bytes[index]]
