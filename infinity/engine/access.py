@@ -56,6 +56,7 @@ def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
     owner.settle()
     index, slot = parameter._place
     unit = owner.units[index].unit
+    owner.units[index].generation += 1
     with torch.no_grad(), owner.watched():
         for kind in (StateKind.PARAM, StateKind.MASTER):
             if owner.placement.has(kind, unit):
@@ -110,27 +111,11 @@ def gathered(
     owner = _owner(offloaded[0])
     owner.settle()
     values = [nn.Parameter(_read(p, StateKind.PARAM), requires_grad=p.requires_grad) for p in offloaded]
-    versions = [value._version for value in values]
-    shown = [_show(owner, p, value) for p, value in zip(offloaded, values, strict=True)]
-    try:
+    with owner.shown(offloaded, values):
         yield
-    finally:
-        for placeholder, undo in zip(offloaded, shown, strict=True):
-            owner.gathered.pop(id(placeholder), None)
-            for home, name in undo:
-                home[name] = placeholder
-    for placeholder, value, version in zip(offloaded, values, versions, strict=True):
-        if value._version != version:
+    for placeholder, value in zip(offloaded, values, strict=True):
+        if not torch.equal(_read(placeholder, StateKind.PARAM), value):
             set_full_param(placeholder, value.detach())
-
-
-def _show(owner: Runtime, placeholder: OffloadedParameter, value: nn.Parameter) -> list[tuple[dict[str, object], str]]:
-    index, slot = placeholder._place
-    homes = owner.units[index].homes[slot]
-    for parameters, name in homes:
-        parameters[name] = value
-    owner.gathered[id(placeholder)] = value
-    return homes
 
 
 def full_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

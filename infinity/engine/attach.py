@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
-from infinity.errors import OffloadedError
+from infinity.errors import ConfigError, OffloadedError
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Partition
 from infinity.storage.store import Store
 from infinity.tier import StateKind
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises ``ConfigError`` with every parameter that cannot be moved away from its Python object."""
+    problems = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            problems.append(f"parameter {name} has no shape yet: run one forward before infinity.initialize")
+        elif getattr(parameter, "_post_accumulate_grad_hooks", None):
+            problems.append(
+                f"parameter {name} has a hook of register_post_accumulate_grad_hook; its gradient will be on another "
+                "tier, where the hook cannot see it. Remove it, or use register_hook"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> list[BoundUnit]:
@@ -23,7 +40,7 @@ def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> 
     modules = dict(model.named_modules())
     bound = []
     for unit in partition.units:
-        placeholders: list[OffloadedParameter] = []
+        placeholders: list[LentParameter] = []
         homes = []
         for number, (slot, slot_homes) in enumerate(zip(unit.layout.slots, unit.homes, strict=True)):
             path, attribute = slot_homes[0]
@@ -32,6 +49,7 @@ def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> 
             placeholder = LentParameter(
                 slot.shape, unit.layout.dtype, device, parameter.requires_grad, slot.name, _NOBODY, (unit.index, number)
             )
+            placeholder._hooks = parameter._backward_hooks or OrderedDict()
             placeholders.append(placeholder)
             homes.append([(modules[home]._parameters, name) for home, name in slot_homes])
         bound.append(BoundUnit(unit, placeholders, homes))
@@ -47,7 +65,7 @@ class _Nobody:
             "build the model again"
         )
 
-    touched = operate = gradient = set_gradient = _refuse
+    touched = operate = gradient = set_gradient = may_require_grad = _refuse
 
 
 _NOBODY = _Nobody()
@@ -82,7 +100,7 @@ def store_values(
             writer.close()
 
 
-def _replace(original: nn.Parameter, placeholder: OffloadedParameter) -> OffloadedParameter:
+def _replace(original: nn.Parameter, placeholder: LentParameter) -> LentParameter:
     """Makes ``original`` itself the placeholder where torch allows it; frees its values in any case."""
     spilled = isinstance(original, OffloadedParameter)
     placeholder.__dict__.update({k: v for k, v in original.__dict__.items() if k not in placeholder.__dict__})

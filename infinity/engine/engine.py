@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -56,7 +56,7 @@ class Engine:
         self.skipped_steps = 0
         self._parts = parts
         self._runtime = runtime
-        self._entries = entries
+        self._replaced: list[EntryModule | ZeroGrad] = [*entries, ZeroGrad(self)]
         self._scaler = scaler
         self._guard = NonFiniteGuard(parts.config.infinity.non_finite_limit)
         self._batch = parts.config.resolve_batch(parts.group.world_size)
@@ -68,7 +68,7 @@ class Engine:
         self._last_traffic = (0, 0)
         self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
         self._synchronise_scale()
-        self._finalizer = weakref.finalize(self, _collected, parts, runtime, entries)
+        self._finalizer = weakref.finalize(self, _collected, parts, runtime, self._replaced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -296,7 +296,7 @@ class Engine:
                 restore_values(self._runtime.units, self._parts.stores)
         finally:
             self._finalizer.detach()
-            _take_down(self._parts, self._runtime, self._entries)
+            _take_down(self._parts, self._runtime, self._replaced)
 
     def __enter__(self) -> Engine:
         return self
@@ -316,15 +316,33 @@ class Engine:
         self._traffic_mark = now
 
 
-def _take_down(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> None:
+class ZeroGrad:
+    """``zero_grad`` of an attached model; it does not keep the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._module = engine.module
+        self._module.__dict__["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.zero_grad(set_to_none)
+
+    def remove(self) -> None:
+        """Gives the module its own ``zero_grad`` back."""
+        del self._module.__dict__["zero_grad"]
+
+
+def _take_down(parts: Parts, runtime: Runtime, replaced: Sequence[EntryModule | ZeroGrad]) -> None:
     """Ends the model's use of the engine, then the engine."""
     runtime.closed = True
-    for entry in entries:
-        entry.remove()
+    for method in replaced:
+        method.remove()
     parts.close()
 
 
-def _collected(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> None:
+def _collected(parts: Parts, runtime: Runtime, replaced: Sequence[EntryModule | ZeroGrad]) -> None:
     """The end of an engine that nobody destroyed.
 
     The collector comes in any thread at any instruction, even inside a lane or under a lock of an I/O engine, so it
@@ -332,6 +350,6 @@ def _collected(parts: Parts, runtime: Runtime, entries: list[EntryModule]) -> No
     nobody would wait for another one, there is nothing to be inside of.
     """
     if threading.main_thread().is_alive():
-        threading.Thread(target=_take_down, args=(parts, runtime, entries), name="infinity-end").start()
+        threading.Thread(target=_take_down, args=(parts, runtime, replaced), name="infinity-end").start()
     else:
-        _take_down(parts, runtime, entries)
+        _take_down(parts, runtime, replaced)

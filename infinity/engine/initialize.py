@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from infinity.config import Config
-from infinity.engine.attach import bind_units, store_values
+from infinity.engine.attach import bind_units, check_parameters, store_values
 from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
 from infinity.engine.engine import Engine
 from infinity.engine.placeholder import OffloadedParameter
@@ -52,6 +52,7 @@ def initialize(
     model with parameters in RAM again.
     """
     settings = Config.load(config)
+    check_parameters(model)
     groups, defaults = _parameter_groups(model, settings, model_parameters, optimizer)
     _freeze_others(model, groups)
     parts = build_parts(model, settings, injected or Injected())

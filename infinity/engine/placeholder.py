@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import OffloadedError
 
@@ -118,11 +120,38 @@ class Lender(Owner, Protocol):
         """Calls ``run``; what placeholders lend to it goes back afterwards, unless the result is a view of it."""
         ...
 
+    def may_require_grad(self, placeholder: OffloadedParameter) -> None:
+        """Raises if the placeholder has no place for a gradient."""
+        ...
+
 
 class LentParameter(OffloadedParameter):
-    """A placeholder whose values go back to their tier after each operation."""
+    """A placeholder whose values go back to their tier after each operation.
+
+    Each gradient passes through what ``register_hook`` was given on its way to its own tier.
+    """
 
     _owner: Lender
+    _hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "register_hook":
+            handle = RemovableHandle(args[0]._hooks)
+            args[0]._hooks[handle.id] = args[1]
+            return handle
+        if name == "register_post_accumulate_grad_hook":
+            raise OffloadedError(
+                f"the gradient of {args[0]._name} is accumulated on its own tier, so a hook that runs then finds no "
+                "p.grad. Use p.register_hook(hook), or read it with infinity.get_full_grad(p) before engine.step()"
+            )
+        if (func == _REQUIRES_GRAD_SET or name == "requires_grad_") and [*args[1:], *kwargs.values(), True][0]:
+            args[0]._owner.may_require_grad(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _compute(self, function: str, run: Callable[[Callable[[Any], Any]], Any]) -> Any:
         return self._owner.operate(function, run)

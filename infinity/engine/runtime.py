@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.device.cpu import CpuDevice
-from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.tree import Tree, tensors_in
 from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
@@ -30,16 +30,28 @@ log = logging.getLogger("infinity")
 class BoundUnit:
     """A unit with the places in the module tree where its parameters are seen.
 
-    ``homes[i]`` are the ``_parameters`` dicts that hold slot ``i``; ``generation`` counts the updates it has had.
+    ``homes[i]`` are the ``_parameters`` dicts that hold slot ``i``; ``generation`` counts the updates it has had;
+    ``gathered`` are real values, by slot, that the user looks at.
     """
 
     unit: Unit
-    placeholders: list[OffloadedParameter]
+    placeholders: list[LentParameter]
     homes: list[list[tuple[dict[str, Any], str]]]
     generation: int = 0
+    gathered: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._bound: list[list[nn.Parameter]] = []
+
+    def check_homes(self) -> None:
+        """Raises if somebody else put a parameter into one of the places."""
+        for value, placeholder, homes in zip(self._now(), self.placeholders, self.homes, strict=True):
+            for parameters, attribute in homes:
+                if parameters.get(attribute) is not value:
+                    raise OffloadedError(
+                        f"parameter {placeholder._name} was replaced by another object after infinity.initialize. Put "
+                        "values into it with infinity.set_full_param(p, value), or change the model before"
+                    )
 
     def bind(self, leaves: list[nn.Parameter]) -> None:
         """Shows ``leaves`` in the module tree."""
@@ -49,7 +61,16 @@ class BoundUnit:
     def unbind(self, leaves: list[nn.Parameter]) -> None:
         """Shows again what was bound before, placeholders in the end."""
         self._bound = [other for other in self._bound if other is not leaves]
-        self._show(self._bound[-1] if self._bound else self.placeholders)
+        self._show(self._now())
+
+    def refresh(self) -> None:
+        """Shows what is to be seen after ``gathered`` changed."""
+        self._show(self._now())
+
+    def _now(self) -> Sequence[nn.Parameter]:
+        if self._bound:
+            return self._bound[-1]
+        return [self.gathered.get(slot, placeholder) for slot, placeholder in enumerate(self.placeholders)]
 
     def _show(self, values: Sequence[nn.Parameter]) -> None:
         for value, homes in zip(values, self.homes, strict=True):
@@ -73,17 +94,22 @@ class Frame:
         self.used: set[int] = set()
         self.leaves: dict[int, list[nn.Parameter]] = {}
         self.ranges: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, int] = {}
 
     def lend(self, indices: Iterable[int]) -> None:
         """Brings units to the device, then shows them in the module tree."""
         indices = [index for index in indices if index not in self.leaves]
+        for index in indices:
+            self.runtime.units[index].check_homes()
         self.runtime.params.lend(indices, self.phase)
         self.used.update(indices)
         for index in indices:
             bound = self.runtime.units[index]
-            flat = self.runtime.params.flat(index)
-            leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable)
+            with torch.inference_mode(False):
+                flat = self.runtime.params.flat(index)
+                leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable)
             self.leaves[index] = leaves
+            self._versions[index] = flat._version
             self.ranges[index] = (flat.data_ptr(), flat.data_ptr() + flat.nbytes)
             bound.bind(leaves)
             if self.phase is Phase.BACKWARD:
@@ -93,7 +119,20 @@ class Frame:
         """Takes over what was lent to a frame within this one."""
         self.leaves |= inner.leaves
         self.ranges |= inner.ranges
+        self._versions |= inner._versions
         inner.leaves = {}
+
+    def check_unwritten(self) -> None:
+        """Raises if something wrote to lent memory, which would be lost with the loan on some tiers, kept on others."""
+        for index, version in self._versions.items():
+            with torch.inference_mode(False):
+                flat = self.runtime.params.flat(index)
+            if flat._version != version:
+                unit = self.runtime.units[index].unit
+                raise ScheduleError(
+                    f'a weight of unit "{unit.name}" was written to while "{self.name}" ran. Weights change in '
+                    "engine.step(), by infinity.set_full_param(p, value) or inside infinity.gathered(p)"
+                )
 
     def close(self) -> None:
         """Takes the units back out of the module tree."""
@@ -133,7 +172,6 @@ class Runtime:
         self.scale = 1.0
         self.accumulation_steps = 1
         self.loss_is_scaled = False
-        self.gathered: dict[int, torch.Tensor] = {}
         self.param_tier = "host"
         self.settle_parts: Callable[[], None]
         self.stores: dict[StateKind, Store]
@@ -164,6 +202,7 @@ class Runtime:
             ):
                 frame.lend(indices)
                 yield frame
+                frame.check_unwritten()
         finally:
             frame.close()
             self.frames.remove(frame)
@@ -201,6 +240,9 @@ class Runtime:
         def deposit(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
+            for hook in self.units[index].placeholders[slot]._hooks.values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
             self.grads.deposit(index, slot, gradient)
 
         return deposit
@@ -269,9 +311,9 @@ class Runtime:
 
     def touched(self, placeholder: OffloadedParameter, function: str) -> torch.Tensor:
         """Values for an operation on a placeholder, if a running call may be lent its unit."""
-        if id(placeholder) in self.gathered:
-            return self.gathered[id(placeholder)]
         index, slot = placeholder._place
+        if slot in self.units[index].gathered:
+            return self.units[index].gathered[slot]
         if not self.frames or self.closed:
             self.check()  # where there is an end of the engine to tell of, that is what the caller must know
             raise OffloadedError(
@@ -302,6 +344,30 @@ class Runtime:
             if any(self.lent(tensor) in frame.leaves for tensor in tensors_in(result)):
                 outer.adopt(frame)
         return result
+
+    @contextmanager
+    def shown(self, placeholders: Sequence[OffloadedParameter], values: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Puts real parameters into the places of placeholders for a while."""
+        places = [placeholder._place for placeholder in placeholders]
+        for (index, slot), value in zip(places, values, strict=True):
+            self.units[index].gathered[slot] = value
+        for index, _ in places:
+            self.units[index].refresh()
+        try:
+            yield
+        finally:
+            for index, slot in places:
+                self.units[index].gathered.pop(slot, None)
+            for index, _ in places:
+                self.units[index].refresh()
+
+    def may_require_grad(self, placeholder: OffloadedParameter) -> None:
+        """Raises for a parameter that was frozen when the engine was made, so that no gradient is lost silently."""
+        if not self.closed and not self.units[placeholder._place[0]].unit.trainable:
+            raise OffloadedError(
+                f"parameter {placeholder._name} was frozen when the engine was made, so it has no gradient and no "
+                "optimizer state. Set requires_grad before infinity.initialize"
+            )
 
     def gradient(self, placeholder: OffloadedParameter) -> torch.Tensor | None:
         """``None`` while there is no gradient; otherwise an error that says how to get it."""
