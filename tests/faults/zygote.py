@@ -77,7 +77,7 @@ def _become(request: dict[str, Any]) -> None:
         traceback.print_exc()
         code = 1
     # An interpreter's end but for the seconds it takes to free, so to copy, all of torch.
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
