@@ -26,6 +26,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
+        self._watched = [member for member in self._modules if member._buffers or not _is_torchs_own(member)]
 
     def mode(self) -> tuple[bool, ...]:
         """What of the modules is in training mode."""
@@ -33,13 +34,13 @@ class ModuleState:
 
     def snapshot(self) -> Snapshot:
         """The state as it is now; values are referred to, not copied."""
-        return Snapshot([{key: _mark(value) for key, value in _state(module)} for module in self._modules])
+        return Snapshot([{key: _mark(value) for key, value in _state(module)} for module in self._watched])
 
     def changed(self, before: Snapshot) -> list[tuple[nn.Module, str]]:
         """Every ``(module, attribute)`` that was assigned or written to since ``before``."""
         return [
             (module, key)
-            for module, old in zip(self._modules, before.values, strict=True)
+            for module, old in zip(self._watched, before.values, strict=True)
             for key, value in _state(module)
             if not _same(old.get(key, _NOTHING), _mark(value))
         ]
@@ -50,8 +51,15 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _is_torchs_own(module: nn.Module) -> bool:
+    """Whether the class is one of ``torch.nn``, whose forwards change nothing but buffers."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 def _state(module: nn.Module) -> list[tuple[str, Any]]:
-    own = [(key, value) for key, value in module.__dict__.items() if key not in BOOKKEEPING]
+    own: list[tuple[str, Any]] = []
+    if not _is_torchs_own(module):
+        own = [(key, value) for key, value in module.__dict__.items() if key not in BOOKKEEPING]
     return own + [(key, value) for key, value in module._buffers.items() if value is not None]
 
 
