@@ -1,4 +1,4 @@
-"""Chooses the engine that moves bytes between swap files and host memory."""
+"""Chooses the engine that moves bytes from swap files to host memory, or back."""
 
 from __future__ import annotations
 
