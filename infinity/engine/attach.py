@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from infinity.engine.materialize import initial_value, release_initial_value
-from infinity.engine.placeholder import LentParameter, OffloadedParameter
+from infinity.engine.placeholder import OWN_ATTRIBUTES, LentParameter, OffloadedParameter
 from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
 from infinity.errors import ConfigError, OffloadedError
@@ -117,7 +117,16 @@ def _replace(original: nn.Parameter, placeholder: LentParameter) -> LentParamete
 def restore_values(bound: Sequence[BoundUnit], stores: dict[StateKind, Store]) -> None:
     """Gives every module real parameters back, in RAM in the compute dtype."""
     for unit in bound:
-        for slot, placeholder in zip(unit.unit.layout.slots, unit.placeholders, strict=True):
+        for number, (slot, placeholder) in enumerate(zip(unit.unit.layout.slots, unit.placeholders, strict=True)):
             value = read_slot(stores[StateKind.PARAM], unit.unit, slot, unit.unit.layout.dtype)
             real = nn.Parameter(value, requires_grad=placeholder.requires_grad)
-            torch.utils.swap_tensors(placeholder, real)  # type: ignore[no-untyped-call]
+            hooks = placeholder._hooks
+            real.__dict__.update({k: v for k, v in placeholder.__dict__.items() if k not in OWN_ATTRIBUTES})
+            try:
+                torch.utils.swap_tensors(placeholder, real)  # type: ignore[no-untyped-call]
+                real = placeholder
+            except RuntimeError:  # something refers to the placeholder weakly
+                for parameters, name in unit.homes[number]:
+                    parameters[name] = real
+            if hooks:
+                real._backward_hooks = hooks

@@ -46,10 +46,10 @@ def initialize(
 
     ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
     in no group are not trained. ``optimizer``: a torch Adam or AdamW whose groups are taken over. ``lr_scheduler``: a
-    torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()``. Raises ``ConfigError``,
-    ``CapacityError`` or ``StorageError`` before the model is touched, unless it is a disk that fails while parameters
-    are being moved to it: then the model has to be built again. An error that a scheduler or loader raises finds the
-    model with parameters in RAM again.
+    torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()`` unless it needs a metric.
+    Raises ``ConfigError``, ``CapacityError`` or ``StorageError`` before the model is touched, unless it is a disk that
+    fails while parameters are being moved to it: then the model has to be built again. An error that a scheduler or
+    loader raises finds the model with parameters in RAM again.
     """
     settings = Config.load(config)
     check_parameters(model)
@@ -196,13 +196,22 @@ def _scheduler(
     given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
 ) -> LRScheduler | None:
     if isinstance(given, LRScheduler):
-        given.optimizer = optimizer
+        _retarget(given, optimizer)
         return given
     if given is not None:
         return given(optimizer)
     if config.scheduler is None:
         return None
     return build_scheduler(config.scheduler.type, config.scheduler.resolved_params, optimizer)
+
+
+def _retarget(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+    """Makes a scheduler that was built for another optimizer, with those inside it, act on ``optimizer``."""
+    scheduler.optimizer = optimizer
+    # At 1 torch warns about an optimizer that was not there when the scheduler was built.
+    scheduler.__dict__["_step_count"] = scheduler.__dict__.get("_step_count", 1) + 1
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _retarget(inner, optimizer)
 
 
 def _recompute(config: Config, path: str, module: nn.Module, *, is_block: bool) -> bool:

@@ -13,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import OffloadedError
 
+OWN_ATTRIBUTES = frozenset(("_name", "_owner", "_place", "_hooks"))
+"""What a placeholder has beside the attributes that the user gave the parameter."""
+
 
 class Owner(Protocol):
     """Who can say what to do when a placeholder is touched."""
