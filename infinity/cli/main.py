@@ -12,6 +12,7 @@ from rich.console import Console
 
 import infinity
 from infinity.cli import doctor as examination
+from infinity.cli import nvme
 from infinity.cli.failures import reported
 from infinity.cli.findings import as_json, collect, exit_code, show
 from infinity.cli.train import decoder_config
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(nvme.app, name="nvme")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, the rest elsewhere.")]

@@ -153,9 +153,7 @@ def _look_after(abandoned: deque[Transfer]) -> None:
             log.error("nobody waited for an I/O request that failed: %s", error)
 
 
-def _close(
-    native: aio.Engine, owner: int, abandoned: deque[Transfer], transfers: weakref.WeakSet[Transfer]
-) -> None:
+def _close(native: aio.Engine, owner: int, abandoned: deque[Transfer], transfers: weakref.WeakSet[Transfer]) -> None:
     if os.getpid() != owner:  # a child made by fork has none of the threads
         return
     native.close()

@@ -111,7 +111,10 @@ class TrialFiles(AbstractContextManager["TrialFiles"]):
                 self._directories.append(owned)
                 self.sources.append(owned.create("source", nbytes))
                 self.targets.append(owned.create("target", nbytes))
+            start = time.perf_counter()
             self._fill()
+            self.fill_rate = 2 * nbytes * len(directories) / (time.perf_counter() - start)
+            """Bytes per second of the first write, which also had to turn reserved blocks into written ones."""
         except BaseException:
             self._remove()
             raise
@@ -147,15 +150,21 @@ class TrialFiles(AbstractContextManager["TrialFiles"]):
             directory.remove()
 
 
-def measure(engine: IoEngine, files: TrialFiles, pattern: Pattern, window: torch.Tensor) -> Sample:
-    """Moves each file that ``pattern`` names once, through equal parts of ``window``, all files at the same time."""
+def measure(
+    engine: IoEngine, files: TrialFiles, pattern: Pattern, window: torch.Tensor, *, nbytes: int | None = None
+) -> Sample:
+    """Moves each file that ``pattern`` names once, or its first ``nbytes``, through equal parts of ``window``.
+
+    All files at the same time.
+    """
+    moved = files.nbytes if nbytes is None else nbytes
     chosen = files.chosen(pattern)
     share = round_down(window.numel() // len(chosen))
     parts = [window[turn * share : (turn + 1) * share] for turn in range(len(chosen))]
 
     def one(turn: int) -> None:
         file, write = chosen[turn]
-        stream(engine, file, write=write, nbytes=files.nbytes, window=parts[turn])
+        stream(engine, file, write=write, nbytes=moved, window=parts[turn])
 
     with ThreadPoolExecutor(len(chosen), "traffic") as pool:
         cpu, start = cpu_seconds(), time.perf_counter()
@@ -164,7 +173,7 @@ def measure(engine: IoEngine, files: TrialFiles, pattern: Pattern, window: torch
         else:
             list(pool.map(one, range(len(chosen))))
         seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
-    return Sample(len(chosen) * files.nbytes, seconds, cpu)
+    return Sample(len(chosen) * moved, seconds, cpu)
 
 
 def stream(engine: IoEngine, file: SwapFile, *, write: bool, nbytes: int, window: torch.Tensor) -> None:
