@@ -127,7 +127,8 @@ def _swap_directories(config: Schema) -> Iterator[Clash]:
 def _placement(config: Schema) -> Iterator[Clash]:
     for kind, tier in placed(config).items():
         key, offload = offload_of(config, kind)
-        if offload and offload.tier not in (None, tier):
+        # Gradients merely follow the optimizer where nobody says otherwise.
+        if offload and offload.tier not in (None, tier) and kind is not StateKind.GRAD:
             yield Clash(
                 ("infinity.placement", f"{key}.device"),
                 f'`infinity.placement.{kind.value}` is "{tier.value}", but `{key}.device` is "{offload.device}"; '

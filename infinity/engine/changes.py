@@ -32,6 +32,10 @@ class ModuleState:
         """What of the modules is in training mode."""
         return tuple(module.training for module in self._modules)
 
+    def is_watched(self) -> bool:
+        """Whether a hook sees what is computed inside the module, so that tensors may leave it by other ways."""
+        return any(module._forward_hooks for module in self._modules[1:])
+
     def snapshot(self) -> Snapshot:
         """The state as it is now; values are referred to, not copied."""
         return Snapshot([{key: _mark(value) for key, value in _state(module)} for module in self._watched])

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from infinity.engine import layer_major
 from infinity.engine.access import full_state
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
@@ -87,6 +88,25 @@ class Engine:
             self._runtime.loss_is_scaled = False
         return loss
 
+    def train_batch(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """Forward and backward of all micro-batches of a step, then the step; returns their losses, 1-D.
+
+        Every micro-batch goes through unit k before any goes on to unit k+1, forward as well as backward, so each
+        unit's parameters cross the slow link once per pass for the whole step. The model must return its loss. A
+        micro-batch is a tuple of arguments, a dict of keyword arguments, or one argument; there must be
+        ``gradient_accumulation_steps`` of them.
+        """
+        steps = self.gradient_accumulation_steps
+        if len(micro_batches) != steps:
+            raise ScheduleError(f"train_batch was given {len(micro_batches)} micro-batches; expected {steps}")
+        if self.micro_steps % steps:
+            raise ScheduleError("train_batch was called between the micro-steps of another accumulation")
+        self._runtime.check()
+        losses = layer_major.run(self._runtime, self.module, micro_batches, self._scaler.scale / steps)
+        self.micro_steps += steps - 1
+        self.step()
+        return losses
+
     def step(self) -> None:
         """One micro-step; at the accumulation boundary the optimizer step, unless a gradient is not finite."""
         runtime = self._runtime
@@ -105,7 +125,7 @@ class Engine:
             return
         with self._parts.ledger.phase("step"), runtime.watched():
             self._step()
-        if self.lr_scheduler is not None and self._applied:
+        if self.lr_scheduler is not None and self._applied and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
@@ -124,6 +144,7 @@ class Engine:
         assert self.optimizer is not None
         grads, scale = self._parts.grads, self._scaler.scale
         total = grads.total()
+        self._note_traffic()
         self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
         self.global_steps += 1
         self._scaler.update(overflow=not total.finite)
@@ -151,7 +172,6 @@ class Engine:
         self._applied = True
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers warn if they step before the optimizer
         self._synchronise_scale()
-        self._note_traffic()
 
     def _updates(self, grad_scale: float) -> list[UnitUpdate]:
         """What this step does, in the order in which forward will need it."""
@@ -311,6 +331,7 @@ class Engine:
         self._runtime.accumulation_steps = self.gradient_accumulation_steps
 
     def _note_traffic(self) -> None:
+        """Called once a step, when the last update is over and this one's has not begun."""
         now = self._parts.ledger.bytes["nvme_read"], self._parts.ledger.bytes["nvme_write"]
         self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
         self._traffic_mark = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 from infinity.device.cpu import CpuDevice
 from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.tree import Tree, tensors_in
+from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import Placement
@@ -56,23 +58,23 @@ class BoundUnit:
     def bind(self, leaves: list[nn.Parameter]) -> None:
         """Shows ``leaves`` in the module tree."""
         self._bound.append(leaves)
-        self._show(leaves)
+        self.show(leaves)
 
     def unbind(self, leaves: list[nn.Parameter]) -> None:
         """Shows again what was bound before, placeholders in the end."""
         self._bound = [other for other in self._bound if other is not leaves]
-        self._show(self._now())
+        self.show(self._now())
 
     def refresh(self) -> None:
         """Shows what is to be seen after ``gathered`` changed."""
-        self._show(self._now())
+        self.show(self._now())
 
     def _now(self) -> Sequence[nn.Parameter]:
         if self._bound:
             return self._bound[-1]
         return [self.gathered.get(slot, placeholder) for slot, placeholder in enumerate(self.placeholders)]
 
-    def _show(self, values: Sequence[nn.Parameter]) -> None:
+    def show(self, values: Sequence[nn.Parameter]) -> None:
         for value, homes in zip(values, self.homes, strict=True):
             for parameters, attribute in homes:
                 parameters[attribute] = value
@@ -114,6 +116,11 @@ class Frame:
             bound.bind(leaves)
             if self.phase is Phase.BACKWARD:
                 self.runtime.grads.expect(index)
+
+    def show(self) -> None:
+        """Puts this frame's own leaves into the module tree again, after another frame's were shown."""
+        for index, leaves in self.leaves.items():
+            self.runtime.units[index].show(leaves)
 
     def adopt(self, inner: Frame) -> None:
         """Takes over what was lent to a frame within this one."""
@@ -164,7 +171,7 @@ class Runtime:
         self.grads = grads
         self.device = device
         self.ledger = ledger
-        self.frames: list[Frame] = []
+        self._local = threading.local()
         self.failure: StorageError | None = None
         self.closed = False
         self.trains = any(bound.unit.trainable for bound in units)
@@ -178,6 +185,23 @@ class Runtime:
         self.placement: Placement
         self._said: set[str] = set()
         self._leaves: dict[tuple[int, int, bool], tuple[list[bool], list[nn.Parameter]]] = {}
+
+    @property
+    def frames(self) -> list[Frame]:
+        """The calls in progress on this thread, innermost last."""
+        frames = getattr(self._local, "frames", None)
+        if frames is None:
+            frames = self._local.frames = []
+        return frames
+
+    @property
+    def turn(self) -> Turn | None:
+        """This thread's part in a layer-major batch."""
+        return getattr(self._local, "turn", None)
+
+    @turn.setter
+    def turn(self, turn: Turn | None) -> None:
+        self._local.turn = turn
 
     @property
     def phase(self) -> Phase | None:
@@ -198,11 +222,13 @@ class Runtime:
             with (
                 self.watched(),
                 self.device.uncached_autocast(),
-                self.ledger.phase(phase.value) if outermost else _NOTHING,
+                self.ledger.phase(phase.value) if outermost and self.turn is None else _NOTHING,
             ):
                 frame.lend(indices)
                 yield frame
                 frame.check_unwritten()
+            if not outermost:
+                self.frames[-2].used |= frame.used
         finally:
             frame.close()
             self.frames.remove(frame)
@@ -224,7 +250,7 @@ class Runtime:
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [placeholder.requires_grad for placeholder in bound.placeholders]
         key = bound.unit.index, flat.data_ptr(), differentiable
-        known, leaves = self._leaves.get(key, ([], []))
+        known, leaves = self._leaves.get(key, ([], [])) if self.turn is None else ([], [])
         if known != wanted:
             leaves = [
                 nn.Parameter(view, requires)
@@ -233,7 +259,8 @@ class Runtime:
             for slot, leaf in enumerate(leaves):
                 if differentiable and bound.unit.trainable and leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(self._depositor(bound.unit.index, slot))  # type: ignore[no-untyped-call]
-            self._leaves[key] = wanted, leaves
+            if self.turn is None:  # micro-batches side by side must not add up in one leaf before they are deposited
+                self._leaves[key] = wanted, leaves
         return list(leaves)
 
     def _depositor(self, index: int, slot: int) -> Any:
@@ -340,7 +367,6 @@ class Runtime:
         differentiable = any(frame.differentiable for frame in self.frames)
         with self.frame(function, (), outer.phase, differentiable=differentiable, packs=True) as frame:
             result = run(real)
-            outer.used |= frame.used
             if any(self.lent(tensor) in frame.leaves for tensor in tensors_in(result)):
                 outer.adopt(frame)
         return result

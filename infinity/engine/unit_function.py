@@ -25,6 +25,7 @@ from torch import nn
 from infinity.engine.changes import ModuleState, version
 from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
+from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError
 from infinity.stream.params import Phase
 
@@ -88,14 +89,24 @@ class EntryModule:
         leaves = [runtime.borrowed(leaf) for leaf in given.leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         needs_grad = any(tensor.requires_grad for tensor in tensors)
-        if not torch.is_grad_enabled() or not (self.trains or needs_grad):
-            packs = bool(runtime.frames) and runtime.frames[-1].packs
+        differentiable = torch.is_grad_enabled() and (self.trains or needs_grad)
+        packs = bool(runtime.frames) and runtime.frames[-1].packs
+        if not differentiable or (packs and not self.recompute and self.state.is_watched()):
             phase = runtime.phase or Phase.INFERENCE
-            with runtime.frame(self.name, self.units, phase, differentiable=False, packs=packs):
+            with runtime.frame(self.name, self.units, phase, differentiable=differentiable, packs=packs):
                 if any(leaf is not own for leaf, own in zip(leaves, given.leaves, strict=True)):
                     args, kwargs = given.filled(leaves).value
                 return runtime.owned(self.compute(*args, **kwargs))
         call = Call(self, given, leaves)
+        turn = runtime.turn
+        if turn is not None and not runtime.frames:
+            return call.open(turn, tensors)
+        if turn is not None and len(runtime.frames) == 1:
+            turn.before_unit()
+            runtime.frames[0].show()
+            result = call.finish(UnitFunction.apply(call, None if needs_grad else runtime.anchor, *tensors))  # type: ignore[no-untyped-call]
+            turn.after_unit()
+            return result
         return call.finish(UnitFunction.apply(call, None if needs_grad else runtime.anchor, *tensors))  # type: ignore[no-untyped-call]
 
     def may_recompute(self, leaves: Sequence[Any]) -> bool:
@@ -216,12 +227,24 @@ class Call:
             self.inputs = []
         return given
 
+    def open(self, turn: Turn, tensors: Sequence[torch.Tensor]) -> Any:
+        """Forward of the whole model for one of several micro-batches; its graph waits for their common backward."""
+        entry, runtime = self.entry, self.entry.runtime
+        turn.call = self
+        self.recompute = False
+        with runtime.frame(entry.name, entry.units, Phase.FORWARD, differentiable=True, packs=True) as frame:
+            self.first_pass(tensors)
+            self.note_generations(frame)
+        return self.finish(self.outputs)
+
     def _unpack(self, packed: Any) -> torch.Tensor:
         self.looked_back |= self.running
         return self.entry.runtime.unpack(packed)
 
     def _gone(self, packed: Any) -> torch.Tensor:
-        raise self.entry.refuse("takes a gradient inside its forward")
+        if self.running:
+            raise self.entry.refuse("takes a gradient inside its forward")
+        raise self.entry.refuse("lets a tensor out by another way than its result (a hook, a list in a closure)")
 
     def compute_again(self, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Inputs with outputs of a second run that sees the random numbers, the autocast of the first."""

@@ -1,4 +1,4 @@
-"""Chooses the engine that moves bytes from swap files to host memory, or back."""
+"""Chooses the engine that moves bytes between swap files, host memory."""
 
 from __future__ import annotations
 

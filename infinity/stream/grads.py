@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class GradStream:
         self._has = {unit.index: bytearray(len(unit.layout.slots)) for unit in units if unit.trainable}
         self._held: dict[int, Held] = {}
         self._sums: dict[int, tuple[float, float, str | None]] = {}
+        self._keeps_open = False
 
     def expect(self, index: int) -> None:
         """Starts bringing back an accumulator that is about to be added to, if a slab is free."""
@@ -85,9 +87,18 @@ class GradStream:
         self._kernels.accumulate(accumulator, flat, first=not has[slot])
         has[slot] = 1
 
+    @contextmanager
+    def open_for_long(self) -> Iterator[None]:
+        """Inside, an accumulator goes home only when another unit's is needed: its unit is to be used again at once."""
+        self._keeps_open = True
+        try:
+            yield
+        finally:
+            self._keeps_open = False
+
     def close(self, index: int) -> None:
         """Says that this unit's backward is over for now."""
-        if index in self._held:
+        if index in self._held and not self._keeps_open:
             self._flush(index)
 
     def deposited(self, index: int) -> bytes:
@@ -167,6 +178,9 @@ class GradStream:
         return slab
 
     def _hold(self, index: int, slab: Slab) -> Held:
+        if self._keeps_open:
+            for other in tuple(self._held):
+                self._flush(other)
         held = self._held[index] = Held(slab)
         layout = self._units[index].layout
         if any(self._has[index]):
