@@ -36,13 +36,14 @@ def _read(parameter: OffloadedParameter, kind: StateKind) -> torch.Tensor:
 
 
 def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of the parameter's most precise value: fp32 on the CPU, in its shape. Waits for updates under way."""
+    """A copy of the parameter's most precise value, fp32 if it is floating, on the CPU. Waits for updates under way."""
     owner = _owner(parameter)
     assert isinstance(parameter, OffloadedParameter)
     owner.settle()
     unit = owner.units[parameter._place[0]].unit
     kind = StateKind.MASTER if owner.placement.has(StateKind.MASTER, unit) else StateKind.PARAM
-    return _read(parameter, kind).float()
+    value = _read(parameter, kind)
+    return value.float() if value.is_floating_point() else value
 
 
 def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:

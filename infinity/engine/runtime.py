@@ -281,6 +281,7 @@ class Runtime:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Replaces a view of lent memory by a handle; anything else is kept, with its version."""
+        tensor = tensor.resolve_conj().resolve_neg()  # copies, if there is such a bit: a handle would lose it
         index = self.lent(tensor)
         if index is None:
             return tensor.detach(), tensor._version  # detached, because a node that kept its own output would never die

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.engine.helpers import check_model
+from tests.engine.helpers import assert_equal, attached, check_model, configure, train_attached, train_plain
 
 D = 16
 
@@ -396,12 +397,160 @@ def test_convolutions(tmp_path: Path) -> None:
 
 
 def test_sparse_embedding_gradients(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.EmbeddingBag(11, D, sparse=True), nn.Linear(D, D))
+    def build(sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.EmbeddingBag(11, D, sparse=sparse), nn.Linear(D, D))
 
-    torch.manual_seed(0)
-    model = build()
-    dense = build()
-    dense[0].sparse = False
-    del model
-    check_model(lambda: dense, tokens(), energy, tmp_path)
+    plain = train_plain(build(False), tokens(), energy)  # torch's AdamW does not take sparse gradients
+    with attached(build(True), configure(tmp_path)) as engine:
+        assert_equal(plain, train_attached(engine, tokens(), energy), exact=False)
+
+
+class Statistics(nn.Module):
+    """Running statistics that only a kernel writes to."""
+
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("var", torch.ones(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(self.linear(x), self.mean, self.var, training=self.training)
+        return self.instance(y[None])[0] + self.mean
+
+
+def test_statistics_written_by_kernels(tmp_path: Path) -> None:
+    check_model(lambda: nn.Sequential(Statistics(), Statistics()), vectors(), energy, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.spectral_norm, nn.utils.weight_norm, nn.utils.parametrizations.orthogonal]
+)
+def test_other_reparametrizations(tmp_path: Path, norm: Any) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, D)) for _ in range(2)])
+
+    check_model(build, vectors(grad=True), energy, tmp_path)
+
+
+def test_one_module_in_many_places(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        block = Block()
+        return nn.Sequential(block, block, nn.ModuleDict({"inner": block})["inner"], Block())
+
+    check_model(build, vectors(grad=True), energy, tmp_path, exact=False)
+
+
+def test_weights_tied_between_blocks(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(Block(), Block(), Block())
+        model[2].up.weight = model[0].up.weight
+        model[1].down.bias = model[1].norm.bias
+        return model
+
+    check_model(build, vectors(grad=True), energy, tmp_path, exact=False)
+
+
+class Frequencies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(D, dtype=torch.complex64), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.gain * self.phase.conj() * self.phase).real + torch.view_as_real(self.phase).mean()
+
+
+def test_frozen_complex_parameters(tmp_path: Path) -> None:
+    check_model(lambda: nn.Sequential(Frequencies(), Frequencies()), vectors(grad=True), energy, tmp_path, exact=False)
+
+
+class Fed(nn.Module):
+    """Takes nothing, or keeps what it saw; some of it has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.ModuleList([Start(), Start()])
+        self.act = nn.ReLU()
+        self.memory: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.start[0]() * self.start[1]()
+        if self.memory:
+            x = x + self.memory[-1]
+        self.memory.append(x.detach())
+        return self.act(x)
+
+
+class Start(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(D))
+
+    def forward(self) -> torch.Tensor:
+        return self.value * 2
+
+
+def test_units_without_arguments(tmp_path: Path) -> None:
+    check_model(Fed, vectors(), energy, tmp_path)
+
+
+class Remembering(nn.Module):
+    """A unit with a memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.memory: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) + (self.memory[-1] if self.memory else 0)
+        self.memory.append(x.detach())
+        return x
+
+
+def test_units_with_a_memory(tmp_path: Path) -> None:
+    check_model(lambda: nn.Sequential(Remembering(), Remembering()), vectors(5), energy, tmp_path)
+
+
+class Lazy(nn.Module):
+    """Makes a table the first time it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, D)
+        return torch.tanh(self.linear(x)) * self.table
+
+
+def test_units_that_fill_a_cache_once_are_recomputed_from_then_on(tmp_path: Path) -> None:
+    check_model(lambda: nn.Sequential(Lazy(), Lazy()), vectors(5), energy, tmp_path)
+    with attached(nn.Sequential(Lazy(), Lazy()), configure(tmp_path, recompute=True)) as engine:
+        calls = []
+        engine.module[1].linear.register_forward_hook(lambda module, args, result: calls.append(module.training))
+        counts = []
+        for batch in vectors(3):
+            engine.backward(energy(engine.module, batch))
+            engine.step()
+            counts.append(len(calls))
+            calls.clear()
+    assert counts == [1, 2, 2]
+
+
+def test_a_model_without_parameters_that_train(tmp_path: Path) -> None:
+    model = Stack().requires_grad_(False)
+    expected = model(tokens(1)[0])
+    with attached(model, configure(tmp_path)) as engine:
+        found = engine(tokens(1)[0])
+        assert torch.equal(found, expected)
+        assert not found.requires_grad

@@ -91,6 +91,7 @@ def test_training_of_experts_with_a_loss_on_their_router(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_training_with_their_own_checkpointing(tmp_path: Path, reentrant: bool) -> None:
     def build() -> nn.Module:
