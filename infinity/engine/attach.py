@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from infinity.engine.bound_unit import BoundUnit
 from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import OWN_ATTRIBUTES, LentParameter, OffloadedParameter
-from infinity.engine.runtime import BoundUnit
 from infinity.engine.streamed import FlatWriter, read_slot
 from infinity.errors import ConfigError, OffloadedError
 from infinity.plan.placement import Placement

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity.engine.changes import ModuleState, version
+from infinity.engine.inputs import aliases, leaves_like, taken
 from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
@@ -210,11 +211,11 @@ class Call:
         entry, runtime = self.entry, self.entry.runtime
         steady = self.recompute and entry.is_steady()
         rng = runtime.device.rng_state() if self.recompute else None
-        self.inputs = _leaves_like(tensors)
+        self.inputs = leaves_like(tensors)
         pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, self._unpack)
         self.running = True
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            given = _aliases(self.inputs)
+            given = aliases(self.inputs)
             self.outputs = self.compute(given)
         self.running = False
         if steady and self.changes:
@@ -252,7 +253,7 @@ class Call:
         now = device.rng_state() if self.rng is not None else None
         if self.rng is not None:
             device.set_rng_state(self.rng)
-        inputs = _leaves_like(saved)
+        inputs = leaves_like(saved)
         try:
             with torch.enable_grad(), device.autocast(self.autocast):
                 outputs = self.compute(inputs)
@@ -352,47 +353,13 @@ def _flow(
     outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
     if torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
         torch.autograd.backward(outputs, gradients, retain_graph=retain)
-        return [_taken(tensor) for tensor in inputs]
+        return [taken(tensor) for tensor in inputs]
     # The caller is autograd.grad() or backward(inputs=...): weights get nothing.
     wanted = list({id(tensor): tensor for tensor in inputs if tensor.requires_grad}.values())
     found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True) if wanted else ()
     for tensor, gradient in zip(wanted, found, strict=True):
         tensor.grad = gradient
-    return [_taken(tensor) for tensor in inputs]
-
-
-def _taken(tensor: torch.Tensor) -> torch.Tensor | None:
-    gradient, tensor.grad = tensor.grad, None
-    return gradient
-
-
-class _Alias(torch.autograd.Function):
-    """The same tensor as no leaf, so that a forward may write to it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def _leaves_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves with the same values; a tensor given twice stays one tensor."""
-    fresh: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
-        if id(tensor) not in fresh:
-            fresh[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-    return [fresh[id(tensor)] for tensor in tensors]
-
-
-def _aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    fresh: dict[int, torch.Tensor] = {}
-    for leaf in leaves:
-        if id(leaf) not in fresh:
-            fresh[id(leaf)] = _Alias.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
-    return [fresh[id(leaf)] for leaf in leaves]
+    return [taken(tensor) for tensor in inputs]
 
 
 def _is_computed(value: Any) -> bool:
