@@ -22,6 +22,11 @@ from infinity.tier import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
 
 PATTERN_BYTES = 4 << 20
 FILL_BYTES = 64 << 20
+REQUEST_BYTES = 32 << 20
+"""A unit's shard or an optimizer sub-group; far smaller requests would measure the interpreter."""
+
+REQUESTS = 4
+"""In flight for one file, as an updater has that reads ahead: a caller that is woken late must not idle the disk."""
 
 
 class Pattern(Enum):
@@ -48,8 +53,8 @@ class Setting:
 
     @property
     def window_bytes(self) -> int:
-        """Memory that keeps the queue full: the blocks in flight, with as many behind them."""
-        return 2 * self.queue_depth * self.block_size
+        """Memory for requests that fill the queue twice, none smaller than those that training makes."""
+        return max(2 * self.queue_depth * self.block_size, REQUESTS * REQUEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -177,15 +182,15 @@ def measure(
 
 
 def stream(engine: IoEngine, file: SwapFile, *, write: bool, nbytes: int, window: torch.Tensor) -> None:
-    """Moves the first ``nbytes`` of ``file`` in requests of half a window, the next always waiting behind the last."""
-    piece = round_down(window.numel() // 2)
-    halves = (window[:piece], window[piece : 2 * piece])
+    """Moves the first ``nbytes`` of ``file`` in requests of equal parts of ``window``, REQUESTS of them in flight."""
+    piece = round_down(window.numel() // REQUESTS)
     move = engine.write if write else engine.read
     pending: deque[IoTicket] = deque()
     for turn, offset in enumerate(range(0, nbytes, piece)):
-        if len(pending) == len(halves):
+        if len(pending) == REQUESTS:
             pending.popleft().wait()
-        pending.append(move(file, offset, halves[turn % 2][: nbytes - offset]))
+        part = window[turn % REQUESTS * piece :][:piece]
+        pending.append(move(file, offset, part[: nbytes - offset]))
     while pending:
         pending.popleft().wait()
 
