@@ -21,9 +21,10 @@ from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
 from infinity.obs.ledger import Ledger
+from infinity.optim.rules import AdamRule
 from infinity.optim.updater import Updater
 from infinity.plan import Plan, PlanLine, plan_memory
-from infinity.plan.memory import slab_classes
+from infinity.plan.memory import READ_AHEAD, slab_classes
 from infinity.plan.placement import STREAMED_KINDS
 from infinity.shard.partition import Partition, partition
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
@@ -91,13 +92,18 @@ class Parts:
                 last_to_first.callback(lane.close)
 
 
-def plan_for(model: nn.Module, config: Config, *, world_size: int = 1) -> tuple[Partition, Plan]:
+def plan_for(
+    model: nn.Module, config: Config, *, world_size: int = 1, read_ahead: int | None = None, moments: bool | None = None
+) -> tuple[Partition, Plan]:
     """The units of a model, which may be on the meta device, with the plan for them."""
     units = config.infinity.units
     found = partition(
         model, units if isinstance(units, str) else list(units), COMPUTE_DTYPES[config.param_dtype], world_size
     )
-    return found, plan_memory(found, config)
+    if moments is None:
+        moments = config.optimizer is None or config.optimizer.adam is not None
+    ahead = READ_AHEAD if read_ahead is None else read_ahead
+    return found, plan_memory(found, config, read_ahead=ahead, moments=moments)
 
 
 def plan_model(
@@ -107,13 +113,11 @@ def plan_model(
     return plan_for(model, Config.load(config), world_size=world_size)[1]
 
 
-def build_parts(model: nn.Module, config: Config, injected: Injected) -> Parts:
+def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments: bool = True) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
     group = open_group()
     _check_supported(config)
-    found, plan = plan_for(model, config, world_size=group.world_size)
-    if injected.read_ahead is not None:
-        plan = plan_memory(found, config, read_ahead=injected.read_ahead)
+    found, plan = plan_for(model, config, world_size=group.world_size, read_ahead=injected.read_ahead, moments=moments)
     threads = config.infinity.adam_threads
     kernels = open_kernels(config.infinity.isa, 0 if threads == "auto" else threads)
     device = CpuDevice()
@@ -236,7 +240,13 @@ def _wire(parts: Parts, injected: Injected) -> None:
     grads = parts.stores.get(StateKind.GRAD, MemoryStore(Tier.HOST, {}))
     parts.grads = GradStream(units, grads, pools, sizes, parts.kernels, parts.ledger)
     parts.updater = Updater(
-        plan.placement, parts.stores, parts.kernels, plan.subgroup_numel, plan.read_ahead, update, parts.ledger
+        plan.placement,
+        parts.stores,
+        AdamRule(parts.kernels),
+        plan.subgroup_numel,
+        plan.read_ahead,
+        update,
+        parts.ledger,
     )
 
 

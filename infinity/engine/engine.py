@@ -22,7 +22,7 @@ from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ScheduleError
-from infinity.optim.facade import StreamedAdam
+from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.updater import UnitUpdate, pieces_of
 from infinity.plan import Plan
@@ -50,7 +50,7 @@ class Engine:
     ) -> None:
         self.module = module
         self.config = parts.config
-        self.optimizer: StreamedAdam | None = None
+        self.optimizer: StreamedOptimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.micro_steps = 0
@@ -190,7 +190,7 @@ class Engine:
                 unit,
                 deposited,
                 lambda slot, index=index: arguments(  # type: ignore[misc]
-                    self._group_of[index, slot], self._steps_of[index, slot], grad_scale
+                    slot, self._group_of[index, slot], self._steps_of[index, slot], grad_scale
                 ),
             )
             if pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -21,8 +22,9 @@ from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ConfigError
-from infinity.optim.facade import StreamedAdam, group_problems
+from infinity.optim.facade import DEFAULTS, StreamedAdam, StreamedOptimizer, group_problems
 from infinity.optim.loss_scaler import LossScaler
+from infinity.optim.rules import TorchRule, torch_optimizer
 from infinity.optim.schedulers import build_scheduler
 from infinity.tier import StateKind
 
@@ -45,7 +47,8 @@ def initialize(
     """Moves ``model`` onto its tiers; returns ``(engine, optimizer, loader, scheduler)``.
 
     ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
-    in no group are not trained. ``optimizer``: a torch Adam or AdamW whose groups are taken over. ``lr_scheduler``: a
+    in no group are not trained. ``optimizer``: one of torch's, whose groups are taken over; Adam and AdamW run in
+    the native kernels. ``lr_scheduler``: a
     torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()`` unless it needs a metric.
     Raises ``ConfigError``, ``CapacityError`` or ``StorageError`` before the model is touched, unless it is a disk that
     fails while parameters are being moved to it: then the model has to be built again. An error that a scheduler or
@@ -54,8 +57,9 @@ def initialize(
     settings = Config.load(config)
     check_parameters(model)
     groups, defaults = _parameter_groups(model, settings, model_parameters, optimizer)
+    shadow = _shadow(settings, optimizer, groups)
     _freeze_others(model, groups)
-    parts = build_parts(model, settings, injected or Injected())
+    parts = build_parts(model, settings, injected or Injected(), moments=shadow is None)
     try:
         engine = _attach(model, parts, groups)
     except BaseException:
@@ -63,7 +67,14 @@ def initialize(
         raise
     try:
         if groups is not None:
-            engine.optimizer = StreamedAdam(groups, defaults, engine.step, engine.zero_grad)
+            if shadow is None:
+                engine.optimizer = StreamedAdam(groups, {**DEFAULTS, **defaults}, engine.step, engine.zero_grad)
+            else:
+                numbers = [
+                    {**ours, "params": own["params"]} for ours, own in zip(shadow.param_groups, groups, strict=True)
+                ]
+                engine.optimizer = StreamedOptimizer(numbers, shadow.defaults, engine.step, engine.zero_grad)
+                parts.updater.rule = TorchRule(shadow, _stand_ins(shadow, groups))
             engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
         loader = _loader(training_data, collate_fn, settings, parts)
     except BaseException:
@@ -118,30 +129,22 @@ def _parameter_groups(
 ) -> tuple[Groups | None, dict[str, Any]]:
     """Groups of real parameters with their own numbers, with the numbers for the rest; None without an optimizer."""
     defaults: dict[str, Any] = {}
+    adam = None if config.optimizer is None else config.optimizer.adam
     if optimizer is not None:
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} cannot be streamed; pass a torch.optim.Adam or AdamW, or name "
-                "one in the config"
-            )
-        decoupled = isinstance(optimizer, torch.optim.AdamW)
-        groups = [{"decoupled": decoupled, **group} for group in optimizer.param_groups]
-        if optimizer.state:
+        decoupled = {"decoupled": isinstance(optimizer, torch.optim.AdamW)} if _is_adam(optimizer) else {}
+        groups = [{**decoupled, **group} for group in optimizer.param_groups]
+        if optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):  # which has state before its first step
             raise ConfigError("optimizer: it has taken steps already; pass one that has no state yet")
     elif config.optimizer is None:
         if model_parameters is not None:
             raise ConfigError('model_parameters were given but the config has no "optimizer" block and none was passed')
         return None, defaults
     else:
-        if config.optimizer.adam is None:
-            raise ConfigError(
-                f'optimizer.type: "{config.optimizer.type}" cannot be streamed; expected "Adam" or "AdamW"'
-            )
-        adam = config.optimizer.adam
-        defaults = {
-            "lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay,
-            "decoupled": config.optimizer.decoupled, "bias_correction": adam.bias_correction,
-        }  # fmt: skip
+        if adam is not None:
+            defaults = {
+                "lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay,
+                "decoupled": config.optimizer.decoupled, "bias_correction": adam.bias_correction,
+            }  # fmt: skip
         given = list(model_parameters) if model_parameters is not None else list(model.parameters())
         grouped = bool(given) and isinstance(given[0], dict)
         groups = [dict(group) for group in given] if grouped else [{"params": given}]
@@ -149,7 +152,7 @@ def _parameter_groups(
     seen: dict[int, int] = {}
     problems = []
     for number, group in enumerate(groups):
-        problems += group_problems(number, group, defaults)
+        problems += group_problems(number, group, defaults) if _is_adam(optimizer) or adam else []
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         for parameter in group["params"]:
@@ -167,6 +170,46 @@ def _parameter_groups(
     if problems:
         raise ConfigError(problems)
     return groups, defaults
+
+
+def _is_adam(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the native kernels do what this optimizer does."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _shadow(
+    config: Config, optimizer: torch.optim.Optimizer | None, groups: Groups | None
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer that will run over stand-ins, for one the native kernels do not know; None for Adam."""
+    if groups is None or _is_adam(optimizer) or (optimizer is None and config.optimizer and config.optimizer.adam):
+        return None
+    if optimizer is not None:
+        kind, known = type(optimizer), inspect.signature(type(optimizer)).parameters
+        arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
+    else:
+        assert config.optimizer is not None
+        kind, arguments = getattr(torch.optim, config.optimizer.type), config.optimizer.params
+    name = kind.__name__
+    if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise ConfigError(f"optimizer: {name} cannot run on offloaded parameters; use Adam, AdamW or a first-order one")
+    try:
+        shadow = torch_optimizer(kind, arguments, groups)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: torch's {name} refused these parameters: {error}") from None
+    log.warning(
+        "%s runs in PyTorch, on one unit at a time, slower than the native Adam; what it remembers stays in RAM, "
+        "outside of the budgets",
+        name,
+    )
+    return shadow
+
+
+def _stand_ins(shadow: torch.optim.Optimizer, groups: Groups) -> dict[tuple[int, int], nn.Parameter]:
+    return {
+        own._place: stand_in
+        for ours, theirs in zip(shadow.param_groups, groups, strict=True)
+        for stand_in, own in zip(ours["params"], theirs["params"], strict=True)
+    }
 
 
 def _freeze_others(model: nn.Module, groups: Groups | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from infinity._native.cpu_adam import AdamStep
+from infinity.optim.rules import TorchStep
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -22,11 +23,10 @@ UNCORRECTED_STEP = 1 << 40
 """A step so late that 1 - beta**step is 1 in double precision for every usable beta: no bias correction."""
 
 
-class StreamedAdam(torch.optim.Optimizer):
-    """Adam or AdamW whose states live on their tiers.
+class StreamedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameters live on their tiers; ``step`` and ``zero_grad`` act on the engine.
 
-    ``param_groups`` are torch's: change ``lr``, ``weight_decay``, ``betas`` or ``eps`` of a group at any time, from a
-    scheduler or by hand. ``step`` and ``zero_grad`` act on the engine.
+    ``param_groups`` are torch's: change ``lr`` or any other number of a group at any time, from a scheduler or by hand.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StreamedAdam(torch.optim.Optimizer):
     ) -> None:
         self._on_step = on_step
         self._on_zero_grad = on_zero_grad
-        super().__init__(groups, {**DEFAULTS, **defaults})
+        super().__init__(groups, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step; a closure is called first, as torch does."""
@@ -53,8 +53,16 @@ class StreamedAdam(torch.optim.Optimizer):
         """Forgets the gradients gathered so far."""
         self._on_zero_grad()
 
-    def arguments(self, group: int, step: int, grad_scale: float) -> AdamStep:
-        """The numbers one update of a member of ``group`` needs, as they are now."""
+    def arguments(self, slot: int, group: int, step: int, grad_scale: float) -> Any:
+        """The numbers that one update of a member of ``group`` needs, as they are now."""
+        numbers = {name: value for name, value in self.param_groups[group].items() if name != "params"}
+        return TorchStep(slot, group, grad_scale, numbers)
+
+
+class StreamedAdam(StreamedOptimizer):
+    """Adam or AdamW whose states live on their tiers too."""
+
+    def arguments(self, slot: int, group: int, step: int, grad_scale: float) -> AdamStep:
         values = self.param_groups[group]
         if not values["bias_correction"]:
             step = UNCORRECTED_STEP

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from infinity._native.cpu_adam import AdamStep, Kernels
+import torch
+
 from infinity.device.lane import Lane, LaneTicket, Ticket
 from infinity.errors import ScheduleError
 from infinity.obs.ledger import Ledger
-from infinity.plan.placement import Placement
+from infinity.plan.placement import STREAMED_KINDS, Placement
 from infinity.shard.partition import Unit
 from infinity.shard.subgroups import subgroups
 from infinity.storage.store import Access, Lease, Store
@@ -23,7 +25,7 @@ class Piece:
 
     start: int
     stop: int
-    step: AdamStep
+    step: Any
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class SubGroup:
         return sum(piece.stop - piece.start for piece in self.pieces) == self.stop - self.start
 
 
+Rule = Callable[[SubGroup, dict[StateKind, torch.Tensor]], None]
+"""Updates one sub-group in place, given every kind of state it has as 1-D tensors."""
+
+
 class Updater:
-    """Reads sub-groups ahead, runs Adam on one, writes the ones behind, all on one lane.
+    """Reads sub-groups ahead, runs the rule on one, writes the ones behind, all on one lane.
 
     The ring of staging slabs behind the stores bounds what is in flight. A unit's ticket is done when its last
     sub-group has been handed back to its store, from where the next read sees it.
@@ -61,7 +67,7 @@ class Updater:
         self,
         placement: Placement,
         stores: dict[StateKind, Store],
-        kernels: Kernels,
+        rule: Rule,
         subgroup_numel: int,
         read_ahead: int,
         lane: Lane,
@@ -69,7 +75,7 @@ class Updater:
     ) -> None:
         self._placement = placement
         self._stores = stores
-        self._kernels = kernels
+        self.rule = rule
         self._subgroup_numel = subgroup_numel
         self._read_ahead = read_ahead
         self._lane = lane
@@ -130,13 +136,10 @@ class Updater:
         return found
 
     def _acquire(self, group: SubGroup) -> dict[StateKind, Lease]:
-        has_master = self._placement.has(StateKind.MASTER, group.unit)
-        access = {StateKind.GRAD: Access.READ, StateKind.EXP_AVG: Access.UPDATE, StateKind.EXP_AVG_SQ: Access.UPDATE}
-        if has_master:
-            access[StateKind.MASTER] = Access.UPDATE
-            access[StateKind.PARAM] = Access.WRITE if group.covered else Access.UPDATE
-        else:
-            access[StateKind.PARAM] = Access.UPDATE
+        access = {kind: Access.UPDATE for kind in STREAMED_KINDS if self._placement.has(kind, group.unit)}
+        access[StateKind.GRAD] = Access.READ
+        if StateKind.MASTER in access and group.covered:
+            access[StateKind.PARAM] = Access.WRITE
         leases: dict[StateKind, Lease] = {}
         try:
             for kind, how in access.items():
@@ -151,19 +154,7 @@ class Updater:
 
     def _compute(self, group: SubGroup, leases: dict[StateKind, Lease]) -> None:
         values = {kind: lease.wait().view(self._placement.dtype(kind, group.unit)) for kind, lease in leases.items()}
-        master = values.get(StateKind.MASTER)
-        copy = None if master is None else values[StateKind.PARAM]
-        master = values[StateKind.PARAM] if master is None else master
-        for piece in group.pieces:
-            here = slice(piece.start, piece.stop)
-            self._kernels.adam(
-                master[here],
-                values[StateKind.EXP_AVG][here],
-                values[StateKind.EXP_AVG_SQ][here],
-                values[StateKind.GRAD][here],
-                None if copy is None else copy[here],
-                piece.step,
-            )
+        self.rule(group, values)
 
 
 def _abandon(leases: dict[StateKind, Lease]) -> None:
@@ -171,7 +162,7 @@ def _abandon(leases: dict[StateKind, Lease]) -> None:
         lease.abandon()
 
 
-def pieces_of(unit: Unit, deposited: Sequence[int], step_of: Callable[[int], AdamStep]) -> tuple[Piece, ...]:
+def pieces_of(unit: Unit, deposited: Sequence[int], step_of: Callable[[int], Any]) -> tuple[Piece, ...]:
     """Merges neighbouring slots that have a gradient and the same numbers; gaps between them go along (all zero)."""
     pieces: list[Piece] = []
     slots = unit.layout.slots

@@ -99,15 +99,22 @@ class Plan:
 
 
 def plan_memory(
-    partition: Partition, config: Config, *, device_is_host: bool = True, read_ahead: int = READ_AHEAD
+    partition: Partition,
+    config: Config,
+    *,
+    device_is_host: bool = True,
+    read_ahead: int = READ_AHEAD,
+    moments: bool = True,
 ) -> Plan:
     """The first placement the config allows that fits every budget.
+
+    Without ``moments`` the optimizer is torch's: it is given whole units, and its own state is not in the plan.
 
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
     budgets = {tier: _budget(tier, config, device_is_host) for tier in Tier}
     refusals = []
-    for placement in candidates(config, device_is_host=device_is_host):
+    for placement in candidates(config, device_is_host=device_is_host, moments=moments):
         try:
             return _plan(partition, config, placement, budgets, read_ahead)
         except CapacityError as error:
@@ -214,7 +221,7 @@ def _encloses(outer: str, inner: str) -> bool:
 def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan:
     """Chooses the sub-group size, then adds the staging slabs of every kind that the optimizer streams."""
     largest = max((unit.layout.shard_numel for unit in trained), default=1)
-    given = config.zero_optimization.sub_group_size
+    given = config.zero_optimization.sub_group_size if plan.placement.moments else largest
     budget = plan.budgets[Tier.HOST]
     numel = min(largest, AUTO_SUBGROUP_NUMEL if given == "auto" else given)
     staged = _with_staging(plan, trained, numel)

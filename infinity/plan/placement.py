@@ -19,11 +19,13 @@ STREAMED_KINDS = (StateKind.PARAM, StateKind.GRAD, *OPTIMIZER_KINDS)
 class Placement:
     """Tier per state kind, with the dtype rules that decide whether a unit has that state at all.
 
-    An fp32 unit has no separate master: its parameters are the master. A frozen unit has parameters only.
+    An fp32 unit has no separate master: its parameters are the master. A frozen unit has parameters only. Without
+    ``moments`` a torch optimizer keeps what it remembers by itself.
     """
 
     tiers: dict[StateKind, Tier]
     device_is_host: bool
+    moments: bool = True
 
     def __getitem__(self, kind: StateKind) -> Tier:
         return self.tiers[kind]
@@ -34,6 +36,8 @@ class Placement:
             return True
         if not unit.trainable:
             return False
+        if kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
+            return self.moments
         return kind is not StateKind.MASTER or unit.layout.dtype != torch.float32
 
     def dtype(self, kind: StateKind, unit: Unit) -> torch.dtype:
@@ -55,7 +59,7 @@ class Placement:
         return tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host)
 
 
-def candidates(config: Config, *, device_is_host: bool) -> list[Placement]:
+def candidates(config: Config, *, device_is_host: bool, moments: bool = True) -> list[Placement]:
     """The placements the config allows, most preferred first; more than one where it leaves a kind to the plan."""
     fastest_first = [Tier.DEVICE, Tier.HOST, Tier.NVME]
     choices: dict[StateKind, list[Tier]] = {}
@@ -72,5 +76,5 @@ def candidates(config: Config, *, device_is_host: bool) -> list[Placement]:
     for optimizer_tiers in product(*(choices[kind] for kind in OPTIMIZER_KINDS)):
         for param, grad in product(choices[StateKind.PARAM], choices[StateKind.GRAD]):
             tiers = dict(zip(OPTIMIZER_KINDS, optimizer_tiers, strict=True))
-            found.append(Placement({**tiers, StateKind.PARAM: param, StateKind.GRAD: grad}, device_is_host))
+            found.append(Placement({**tiers, StateKind.PARAM: param, StateKind.GRAD: grad}, device_is_host, moments))
     return found

@@ -18,6 +18,7 @@ from infinity.errors import StorageError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
 from infinity.obs.ledger import Ledger
+from infinity.optim.rules import AdamRule
 from infinity.optim.updater import Piece, UnitUpdate, Updater, pieces_of
 from infinity.plan.placement import STREAMED_KINDS, Placement
 from infinity.shard.layout import flat_layout
@@ -100,7 +101,7 @@ def bench(directory: Path, units: list[Unit], read_ahead: int = 2, faults: Fault
         stores[kind] = FileStore(engine, extents, ledger, pool)
     placement = Placement(dict.fromkeys(STREAMED_KINDS, Tier.NVME), True)
     kinds: dict[StateKind, Store] = dict(stores)
-    updater = Updater(placement, kinds, open_kernels(threads=1), GROUP, read_ahead, lane, ledger)
+    updater = Updater(placement, kinds, AdamRule(open_kernels(threads=1)), GROUP, read_ahead, lane, ledger)
     try:
         yield Bench(units, stores, updater, lane)
     finally:
