@@ -1,0 +1,346 @@
+"""Times training steps of one decoder beside plain PyTorch, FSDP2, DeepSpeed.
+
+    python -m bench.step [--groups memory,nvme,...] [--dtypes bf16,fp32] [--shape 185m] [--swap DIR] [--rounds 7]
+
+Every contestant lives in a process of its own and trains the same model from the same seed on the same data. Within a
+group they take turns, a few consecutive steps each, in another order every round, because machines drift; a time is
+that of the steps with everything settled at the end, divided by their number, so an update that overlaps the next
+forward counts as the user sees it. A ratio is the median over the rounds of the ratio within the round. In bf16 plain
+PyTorch has fp32 masters, as ours and DeepSpeed's have; "plain pure" has none.
+
+Groups: ``memory`` (states in memory), ``peers`` (FSDP2, DeepSpeed in memory), ``nvme`` (states on NVMe, with what the
+disk gives to fio between the rounds), ``long`` (all states on NVMe, 2048 tokens), ``layers`` (eight micro-batches,
+layer by layer), ``ram`` (peak memory against depth), ``large`` (1.3 B parameters on NVMe). Ours keeps activations
+(recompute off) wherever the table does not say otherwise, because plain PyTorch keeps them. A contestant that is
+missing is named, then left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.io_contestants import Unavailable as NoFio
+from bench.step_contestants import Contestant, Field, Spec, Task, Unavailable
+from bench.step_floor import MixedDisk, largest_cost, link_bytes
+from bench.step_model import SHAPES, Shape
+from bench.step_results import Group, Ratio, Round
+
+GROUPS = ("memory", "peers", "nvme", "long", "layers", "ram", "large")
+ALL_ON_NVME = dict.fromkeys(("param", "grad", "master", "exp_avg", "exp_avg_sq"), "nvme")
+FIO_BYTES = 1 << 30
+
+
+def ours(placement: str, swap: str, name: str | None = None, **options: Any) -> Spec:
+    """Our engine; ``placement`` is none, host, nvme (gradients in host memory) or all-nvme."""
+    where = {"host": "cpu", "all-nvme": "nvme"}.get(placement, placement)
+    override = {"placement": ALL_ON_NVME} if placement == "all-nvme" else {}
+    override |= options.pop("override", {})
+    return Spec(name or f"ours/{placement}", "ours", {"placement": where, "swap": swap, "override": override} | options)
+
+
+def deepspeed(placement: str, swap: str) -> Spec:
+    return Spec(f"deepspeed/{placement}", "deepspeed", {"placement": placement, "swap": swap})
+
+
+PLAIN = Spec("plain", "plain")
+PURE = Spec("plain pure", "plain", {"pure": True})
+
+
+def one_round(contestant: Contestant, steps: int) -> Round:
+    answer = contestant.ask("steps", count=steps)
+    return Round(answer["seconds"] / steps, answer["cpu_seconds"] / steps, tuple(answer["losses"]))
+
+
+def compete(
+    title: str,
+    task: Task,
+    specs: Sequence[Spec],
+    rounds: int,
+    steps: int,
+    between: Callable[[], object] | None = None,
+) -> Group:
+    """Lets the contestants take turns after one round that does not count."""
+    group = Group(title, task)
+    with Field() as field:
+        for spec in specs:
+            field.enter(spec, task)
+        group.missing = field.missing
+        for turn in range(rounds + 1):
+            order = list(field.running.items())
+            first = turn % max(1, len(order))
+            order = order[first:] + order[:first]
+            for name, contestant in order if turn % 2 == 0 else reversed(order):
+                try:
+                    taken = one_round(contestant, steps)
+                except Unavailable as why:
+                    group.missing[name] = str(why)
+                    field.running.pop(name)
+                    continue
+                (group.rounds if turn else group.warm).setdefault(name, []).append(taken)
+            if turn == 0:
+                before = {name: contestant.ask("facts") for name, contestant in field.running.items()}
+            elif between is not None:
+                between()
+        group.rounds = {spec.name: group.rounds[spec.name] for spec in specs if spec.name in field.running}
+        for name, contestant in field.running.items():
+            group.facts[name] = since(before[name], contestant.ask("facts"))
+            parameters = group.facts[name].get("report", {}).get("parameters")
+            if parameters and "adam alone" not in group.floor:
+                group.floor["adam alone"] = contestant.ask("adam", numel=parameters, dtype=task.dtype)["seconds"]
+    return group
+
+
+def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Counters without what the warm-up counted; peaks and reports as they are."""
+    found = dict(now)
+    for key in ("steps", "read_bytes", "write_bytes"):
+        found[key] = now[key] - before[key]
+    for key in ("seconds", "stalls"):
+        if key in now:
+            found[key] = {name: value - before[key].get(name, 0.0) for name, value in now[key].items()}
+    if "links" in now:
+        found["links"] = {
+            link: {unit: value - before["links"][link][unit] for unit, value in counts.items()}
+            for link, counts in now["links"].items()
+        }
+    return found
+
+
+def on_nvme(title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int, swap: str) -> Group:
+    """A group with fio between its rounds, so that the floor is that of the same minutes."""
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(MixedDisk(swap, FIO_BYTES if task.shape.d_model > 64 else 1 << 20))
+        except NoFio as why:
+            group = compete(title, task, specs, rounds, steps)
+            group.missing["fio"] = str(why)
+            return group
+        group = compete(title, task, specs, rounds, steps, disk.sample)
+        if disk.rates:
+            group.floor["fio mixed GB/s"] = statistics.median(disk.rates)
+    return group
+
+
+def add_floor(group: Group, name: str) -> Ratio | None:
+    """Our step over the largest single cost; its parts go into the group's floor."""
+    if name not in group.rounds or "fio mixed GB/s" not in group.floor or "plain" not in group.rounds:
+        return None
+    split = group.split("plain")
+    compute = split["forward"] + split["backward"]
+    if "recompute" in name:
+        compute += split["forward"]
+    nbytes, rate = link_bytes(group.facts[name]), group.floor["fio mixed GB/s"]
+    floor, largest = largest_cost(compute, group.floor["adam alone"], nbytes, rate)
+    group.floor |= {
+        "compute (plain forward, backward)": compute,
+        f"{name} GB per step": nbytes / 1e9,
+        f"{name} GB at fio's rate": nbytes / rate / 1e9,
+        f"{name} floor ({largest})": floor,
+    }
+    return Ratio.of(group.times(name), [floor] * len(group.times(name)))
+
+
+def memory_table(groups: Sequence[Group]) -> str:
+    """Peak memory over the import of torch, by depth."""
+    names = list(dict.fromkeys(name for group in groups for name in group.rounds))
+    lines = ["### Peak RSS over the import of torch, MiB", ""]
+    lines.append("| layers | " + " | ".join(names) + " |")
+    lines.append("|---" * (len(names) + 1) + "|")
+    for group in groups:
+        cells = [f"{peak_of(group, name) / 2**20:.0f}" if name in group.facts else "" for name in names]
+        lines.append(f"| {group.task.shape.n_layers} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peak_of(group: Group, name: str) -> int:
+    facts = group.facts[name]
+    peak: int = facts["peak_rss"] - facts["import_rss"]
+    return peak
+
+
+class Bench:
+    """The groups that were asked for, with the ratios that come out of them."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.shape: Shape = SHAPES[chosen.shape]
+        self.swap = os.path.abspath(chosen.swap)
+        self.rounds: int = chosen.rounds
+        self.tokens: int = chosen.tokens
+        self.long_tokens: int = chosen.long_tokens
+        self.threads: int = chosen.threads
+        self.groups: list[Group] = []
+        self.ratios: dict[str, float] = {}
+        self.spreads: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def task(self, dtype: str, **changes: Any) -> Task:
+        return replace(Task(self.shape, dtype, self.tokens, self.threads), **changes)
+
+    def note(self, key: str, ratio: Ratio | None) -> None:
+        if ratio is not None:
+            self.ratios[key], self.spreads[key] = ratio.median, str(ratio)
+
+    def memory(self, dtype: str) -> None:
+        specs = [PLAIN, ours("none", self.swap), ours("host", self.swap)] + ([PURE] if dtype != "fp32" else [])
+        group = compete("In memory", self.task(dtype), specs, self.rounds, 3)
+        suffix = "" if dtype == "bf16" else f"_{dtype}"
+        self.note(f"none_over_plain{suffix}", group.ratio("ours/none", "plain"))
+        self.note(f"host_over_plain{suffix}", group.ratio("ours/host", "plain"))
+        self.groups.append(group)
+
+    def peers(self, dtype: str) -> None:
+        specs = [PLAIN, ours("host", self.swap), Spec("fsdp2", "fsdp2"), deepspeed("none", self.swap)]
+        specs.append(deepspeed("cpu", self.swap))
+        group = compete("Peers in memory", self.task(dtype), specs, self.rounds, 3)
+        suffix = "" if dtype == "bf16" else f"_{dtype}"
+        for peer in ("fsdp2", "deepspeed/none", "deepspeed/cpu"):
+            self.note(f"host_over_{peer.replace('/', '_')}{suffix}", group.ratio("ours/host", peer))
+        self.groups.append(group)
+
+    def nvme(self, dtype: str) -> None:
+        specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap), deepspeed("nvme", self.swap)]
+        group = on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 3, self.swap)
+        suffix = "" if dtype == "bf16" else f"_{dtype}"
+        self.note(f"nvme_over_floor{suffix}", add_floor(group, "ours/nvme"))
+        self.note(f"all_nvme_over_floor{suffix}", add_floor(group, "ours/all-nvme"))
+        self.note(f"nvme_over_plain{suffix}", group.ratio("ours/nvme", "plain"))
+        self.note(f"nvme_over_deepspeed{suffix}", group.ratio("ours/nvme", "deepspeed/nvme"))
+        self.groups.append(group)
+
+    def long(self, dtype: str) -> None:
+        if dtype != "bf16":
+            return
+        specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap)]
+        task = self.task(dtype, tokens=self.long_tokens)
+        group = on_nvme("Long sequence on NVMe", task, specs, self.rounds, 2, self.swap)
+        add_floor(group, "ours/all-nvme")
+        self.note("nvme_2048_over_plain", group.ratio("ours/all-nvme", "plain"))
+        self.note("nvme_2048_grads_in_host_over_plain", group.ratio("ours/nvme", "plain"))
+        self.groups.append(group)
+
+    def layers(self, dtype: str) -> None:
+        if dtype != "bf16":
+            return
+        single = compete("One micro-batch", self.task(dtype), [ours("all-nvme", self.swap)], 1, 2)
+        specs = [
+            ours("all-nvme", self.swap, "ours/all-nvme"),
+            ours("all-nvme", self.swap, "ours/all-nvme layer-major", layer_major=True),
+        ]
+        eight = compete("Eight micro-batches", self.task(dtype, micro_batches=8), specs, self.rounds, 1)
+        ordinary, layered = (spec.name for spec in specs)
+        self.note("layer_major_over_ordinary", eight.ratio(layered, ordinary))
+        self.groups += [single, eight]
+        if layered in eight.rounds and ordinary in eight.rounds and "ours/all-nvme" in single.rounds:
+            same = eight.losses(layered) == eight.losses(ordinary)
+            counts = [last_read(single, "ours/all-nvme"), last_read(eight, layered), last_read(eight, ordinary)]
+            self.notes.append(
+                f"Layer-major: bytes read per step with 1 micro-batch {counts[0]}, with 8 {counts[1]}, with 8 in the "
+                f"ordinary order {counts[2]}; losses of both orders {'equal' if same else 'DIFFER'} bit for bit"
+            )
+            self.ratios["layer_major_read_over_single"] = counts[1] / counts[0]
+
+    def ram(self, dtype: str) -> None:
+        if dtype != "bf16":
+            return
+        specs = [
+            PLAIN,
+            ours("host", self.swap),
+            ours("all-nvme", self.swap, "ours/all-nvme"),
+            ours("all-nvme", self.swap, "ours/all-nvme recompute", recompute=True),
+        ]
+        depths = [self.shape.n_layers // 2, self.shape.n_layers, 2 * self.shape.n_layers]
+        groups = []
+        for depth in depths:
+            task = self.task(dtype, shape=self.shape.deeper(depth))
+            # One at a time: peaks need no company, and memory for two of the deepest may not be there.
+            parts = [compete("Peak memory", task, [spec], 1, 2) for spec in specs]
+            group = Group("Peak memory", task)
+            for part in parts:
+                group.rounds |= part.rounds
+                group.warm |= part.warm
+                group.facts |= part.facts
+                group.missing |= part.missing
+            groups.append(group)
+        self.notes.append(memory_table(groups))
+        middle = groups[1]
+        if "plain" in middle.facts:
+            for name, key in (("ours/host", "host"), ("ours/all-nvme", "nvme"), (specs[3].name, "nvme_recompute")):
+                if name in middle.facts:
+                    self.ratios[f"ram_{key}_over_plain"] = peak_of(middle, name) / peak_of(middle, "plain")
+        flat = specs[3].name
+        if all(flat in group.facts for group in groups):
+            self.ratios["ram_nvme_growth"] = peak_of(groups[2], flat) / peak_of(groups[0], flat)
+
+    def large(self, dtype: str) -> None:
+        if dtype != "bf16":
+            return
+        specs = [ours("all-nvme", self.swap), ours("nvme", self.swap)]
+        task = self.task(dtype, shape=SHAPES["1.3b"] if self.shape.d_model > 64 else self.shape)
+        groups = [on_nvme("1.3 B on NVMe", task, [spec], 2, 1, self.swap) for spec in specs]
+        self.groups += groups
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "ratios": self.ratios,
+            "spreads": self.spreads,
+            "load_average": os.getloadavg(),
+            "processors": os.cpu_count(),
+        }
+
+
+def last_read(group: Group, name: str) -> int:
+    """NVMe bytes that the last step but one read, by our own count."""
+    read: int = group.facts[name]["report"]["nvme_last_step"]["read"]
+    return read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--groups", default=",".join(GROUPS), help="comma-separated")
+    parser.add_argument("--dtypes", default="bf16,fp32", help="comma-separated")
+    parser.add_argument("--shape", default="185m", choices=SHAPES)
+    parser.add_argument("--swap", default="runs/bench-step", help="a directory on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant; take 7 or more")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--long-tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per group, the ratios last")
+    chosen = parser.parse_args()
+    os.makedirs(chosen.swap, exist_ok=True)
+    bench = Bench(chosen)
+    written: list[str] = []
+
+    def tell(text: str) -> None:
+        written.append(text)
+        print(text, file=sys.stderr if chosen.json else sys.stdout, flush=True)
+        if chosen.markdown is not None:
+            chosen.markdown.write_text("\n\n".join(written) + "\n", encoding="utf-8")
+
+    for dtype in chosen.dtypes.split(","):
+        for name in chosen.groups.split(","):
+            groups, notes = len(bench.groups), len(bench.notes)
+            load = os.getloadavg()[0]
+            getattr(bench, name)(dtype)
+            for group in bench.groups[groups:]:
+                tell(f"{group.table()}\n\n(load average before: {load:.1f})")
+                if chosen.json:
+                    print(json.dumps(group.as_json()), flush=True)
+            for text in bench.notes[notes:]:
+                tell(text)
+    for key, spread in bench.spreads.items():
+        tell(f"{key}: {spread}")
+    print(json.dumps(bench.json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Turns paired step times into medians, ratios, tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.step_contestants import Task
+
+
+@dataclass(frozen=True)
+class Round:
+    """Consecutive steps of one contestant, settled at the end."""
+
+    seconds_per_step: float
+    cpu_per_step: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the ratios of paired rounds, with the smallest, the largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+        """Round by round."""
+        values = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+        return Ratio(statistics.median(values), values[0], values[-1])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass
+class Group:
+    """Contestants that took turns on one task; ``rounds[name][i]`` are of the same turn for every name."""
+
+    title: str
+    task: Task
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    warm: dict[str, list[Round]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    floor: dict[str, float] = field(default_factory=dict)
+
+    def times(self, name: str) -> list[float]:
+        return [each.seconds_per_step for each in self.rounds[name]]
+
+    def median(self, name: str) -> float:
+        """Seconds per step."""
+        return statistics.median(self.times(name))
+
+    def ratio(self, name: str, other: str) -> Ratio | None:
+        """Time of ``name`` over that of ``other``; None where one of them is missing."""
+        if name not in self.rounds or other not in self.rounds:
+            return None
+        return Ratio.of(self.times(name), self.times(other))
+
+    def losses(self, name: str) -> list[float]:
+        """Of every step since the first, warm-up included."""
+        return [loss for each in (*self.warm.get(name, []), *self.rounds[name]) for loss in each.losses]
+
+    def apart(self, reference: str = "plain") -> dict[str, float]:
+        """Per contestant the largest difference of a loss from the reference's."""
+        if reference not in self.rounds:
+            return {}
+        mine = self.losses(reference)
+        return {
+            name: max(abs(a - b) for a, b in zip(self.losses(name), mine, strict=True))
+            for name in self.rounds
+            if name != reference
+        }
+
+    def split(self, name: str) -> dict[str, float]:
+        """Seconds per step by phase; ours with what the training thread waited for, by cause."""
+        facts = self.facts[name]
+        steps = max(1, facts["steps"])
+        return {key: value / steps for key, value in facts["seconds"].items()} | {
+            f"wait {key}": value / steps for key, value in facts.get("stalls", {}).items()
+        }
+
+    def table(self) -> str:
+        """The group as a table of Markdown."""
+        task = self.task
+        lines = [
+            f"### {self.title}: {task.dtype}, {task.tokens} tokens, {task.threads} threads, "
+            f"{task.micro_batches} micro-batch{'es' if task.micro_batches > 1 else ''}",
+            "",
+            "| | s/step | to plain | CPU s | tokens/s | peak RSS over import, MiB | read, written MB/step "
+            "| loss 1, 2, last | split, s |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for name in self.rounds:
+            facts, times = self.facts[name], sorted(self.times(name))
+            ratio = self.ratio(name, "plain")
+            steps = max(1, facts["steps"])
+            losses = self.losses(name)
+            moved = ", ".join(f"{facts[key] / steps / 1e6:.0f}" for key in ("read_bytes", "write_bytes"))
+            tokens = task.tokens * task.micro_batches / self.median(name)
+            cpu = statistics.median(each.cpu_per_step for each in self.rounds[name])
+            split = ", ".join(f"{key} {value:.3f}" for key, value in self.split(name).items() if value >= 5e-4)
+            lines.append(
+                f"| {name} | {self.median(name):.3f} ({times[0]:.3f} to {times[-1]:.3f}) | {ratio or ''} | {cpu:.2f} "
+                f"| {tokens:.0f} | {(facts['peak_rss'] - facts['import_rss']) / 2**20:.0f} | {moved} "
+                f"| {losses[0]:.4f}, {losses[1]:.4f}, {losses[-1]:.4f} | {split} |"
+            )
+        lines.append("")
+        apart = self.apart()
+        if apart:
+            lines.append(
+                f"Largest difference of a loss from plain's over {len(self.losses('plain'))} steps: "
+                + ", ".join(f"{name} {value:.1e}" for name, value in apart.items())
+            )
+        lines += [f"- skipped: {why}" for why in self.missing.values()]
+        lines += [f"- {name}: {value:.3f}" for name, value in self.floor.items()]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "dtype": self.task.dtype,
+            "tokens": self.task.tokens,
+            "threads": self.task.threads,
+            "micro_batches": self.task.micro_batches,
+            "seconds_per_step": {name: self.times(name) for name in self.rounds},
+            "cpu_per_step": {name: [each.cpu_per_step for each in rounds] for name, rounds in self.rounds.items()},
+            "losses": {name: self.losses(name) for name in self.rounds},
+            "split": {name: self.split(name) for name in self.rounds},
+            "facts": self.facts,
+            "missing": self.missing,
+            "floor": self.floor,
+        }

@@ -1,0 +1,94 @@
+"""The step bench pairs rounds, counts without the warm-up, leaves a missing contestant out, trains everyone alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.step import add_floor, compete, last_read, ours, since
+from bench.step_contestants import Spec, Task
+from bench.step_floor import largest_cost, link_bytes
+from bench.step_model import SHAPES
+from bench.step_results import Group, Ratio, Round
+
+TASK = Task(SHAPES["tiny"], "fp32", tokens=16, threads=1)
+PLAIN = Spec("plain", "plain")
+
+
+def timed(*seconds: float) -> list[Round]:
+    return [Round(each, each, (1.0,)) for each in seconds]
+
+
+def test_a_ratio_is_the_median_of_ratios_not_the_ratio_of_medians() -> None:
+    ratio = Ratio.of([1.0, 4.0, 9.0], [1.0, 2.0, 10.0])
+    assert ratio == Ratio(1.0, 0.9, 2.0)
+
+
+def test_a_ratio_with_a_missing_side_is_none() -> None:
+    group = Group("t", TASK, rounds={"plain": timed(1.0)})
+    assert group.ratio("plain", "ours/none") is None
+    assert group.ratio("plain", "plain") == Ratio(1.0, 1.0, 1.0)
+
+
+def test_losses_are_compared_from_the_first_step_on() -> None:
+    group = Group("t", TASK)
+    group.warm = {"plain": [Round(1, 1, (5.0, 4.0))], "other": [Round(1, 1, (5.0, 4.5))]}
+    group.rounds = {"plain": [Round(1, 1, (3.0,))], "other": [Round(1, 1, (3.25,))]}
+    assert group.apart() == {"other": 0.5}
+
+
+def test_counters_start_after_the_warm_up() -> None:
+    before = {
+        "steps": 3, "read_bytes": 10, "write_bytes": 1, "peak_rss": 5, "seconds": {"forward": 1.0},
+        "links": {"nvme_read": {"bytes": 7, "seconds": 0.5}},
+    }  # fmt: skip
+    now = {
+        "steps": 9, "read_bytes": 40, "write_bytes": 4, "peak_rss": 8, "seconds": {"forward": 4.0, "step": 2.0},
+        "links": {"nvme_read": {"bytes": 19, "seconds": 1.0}},
+    }  # fmt: skip
+    assert since(before, now) == {
+        "steps": 6, "read_bytes": 30, "write_bytes": 3, "peak_rss": 8, "seconds": {"forward": 3.0, "step": 2.0},
+        "links": {"nvme_read": {"bytes": 12, "seconds": 0.5}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("compute", "adam", "nbytes", "name", "seconds"),
+    [(3.0, 1.0, 4e9, "compute", 3.0), (1.0, 3.0, 4e9, "adam", 3.0), (1.0, 1.0, 8e9, "io", 4.0)],
+)
+def test_the_floor_is_the_largest_cost(compute: float, adam: float, nbytes: float, name: str, seconds: float) -> None:
+    assert largest_cost(compute, adam, nbytes, rate=2.0) == (seconds, name)
+
+
+def test_the_floor_takes_the_engines_own_bytes_per_step() -> None:
+    links = {"nvme_read": {"bytes": 6e9, "seconds": 1}, "nvme_write": {"bytes": 2e9, "seconds": 1}}
+    facts: dict[str, Any] = {"steps": 2, "links": links, "seconds": {}}
+    assert link_bytes(facts) == 4e9
+    group = Group("t", TASK, rounds={"plain": timed(1.0), "ours/nvme": timed(3.0)})
+    group.facts = {"plain": {"steps": 1, "seconds": {"forward": 0.25, "backward": 0.5}}, "ours/nvme": facts}
+    group.floor = {"fio mixed GB/s": 2.0, "adam alone": 0.1}
+    assert add_floor(group, "ours/nvme") == Ratio(1.5, 1.5, 1.5)
+
+
+def test_contestants_train_alike_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    broken = Spec("broken", "ours", {"placement": "nowhere", "swap": str(tmp_path)})
+    group = compete("t", TASK, [PLAIN, ours("none", str(tmp_path)), ours("all-nvme", str(tmp_path)), broken], 2, 2)
+    assert list(group.rounds) == ["plain", "ours/none", "ours/all-nvme"]
+    assert "nowhere" in group.missing["broken"]
+    assert all(len(group.losses(name)) == 6 for name in group.rounds)
+    assert max(group.apart().values()) < 1e-5
+    assert group.facts["ours/all-nvme"]["links"]["nvme_read"]["bytes"] > 0
+    assert last_read(group, "ours/all-nvme") > 0
+    assert "skipped: broken" in group.table()
+    assert group.as_json()["losses"]["plain"] == group.losses("plain")
+    assert not list(tmp_path.iterdir())
+
+
+def test_layer_by_layer_has_the_same_losses(tmp_path: Path) -> None:
+    task = Task(SHAPES["tiny"], "bf16", tokens=16, threads=1, micro_batches=3)
+    layered = ours("all-nvme", str(tmp_path), "layered", layer_major=True)
+    group = compete("t", task, [ours("all-nvme", str(tmp_path)), layered], 1, 2)
+    assert group.losses("layered") == group.losses("ours/all-nvme")
+    assert last_read(group, "layered") < last_read(group, "ours/all-nvme")
