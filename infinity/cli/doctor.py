@@ -74,7 +74,10 @@ def native_libraries() -> Iterator[Finding]:
     from infinity._native.cpu_adam import AdamStep, TorchKernels, open_kernels
     from infinity._native.library import why_missing
 
-    rebuild = "build them: pip install --force-reinstall --no-deps infinity-offload (in a checkout: make build)"
+    rebuild = (
+        "install a C++17 compiler (Debian, Ubuntu: apt install g++), then this package again: in its checkout, "
+        "pip install --force-reinstall --no-deps ."
+    )
     if (reason := why_missing("aio")) is None:
         yield ok("native I/O", "libinfinity_aio.so loads")
     else:
