@@ -100,7 +100,10 @@ class Engine:
         if len(micro_batches) != steps:
             raise ScheduleError(f"train_batch was given {len(micro_batches)} micro-batches; expected {steps}")
         if self.micro_steps % steps:
-            raise ScheduleError("train_batch was called between the micro-steps of another accumulation")
+            raise ScheduleError(
+                f"train_batch was called after {self.micro_steps % steps} of {steps} micro-steps of an accumulation; "
+                "finish it with forward, backward and step() first"
+            )
         self._runtime.check()
         losses = layer_major.run(self._runtime, self.module, micro_batches, self._scaler.scale / steps)
         self.micro_steps += steps - 1
