@@ -162,16 +162,17 @@ def _check_supported(config: Config) -> None:
 def _open_stores(parts: Parts, injected: Injected) -> None:
     placement, partition = parts.plan.placement, parts.partition
     on_nvme = [kind for kind in STREAMED_KINDS if placement[kind] is Tier.NVME and placement.total(kind, partition)]
+    extents = _reserve_swap(parts, on_nvme)
     if on_nvme:
         aio = parts.config.aio
+        disks = {extent.file.device for units in extents.values() for extent in units.values()}
         parts.io = open_io_engine(
             parts.config.infinity.io_engine,
-            queue_depth=32 if aio.queue_depth == "auto" else aio.queue_depth,
+            queue_depth=(32 if aio.queue_depth == "auto" else aio.queue_depth) * len(disks),
             block_size=1 << 20 if aio.block_size == "auto" else aio.block_size,
             threads=4 if aio.threads == "auto" else aio.threads,
             faults=injected.faults,
         )
-    extents = _reserve_swap(parts, on_nvme)
     for kind in STREAMED_KINDS:
         if placement[kind] is not Tier.NVME:
             arena = parts.arenas[placement[kind]]
