@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,10 @@ class CpuDevice:
         """Whether nothing was drawn since ``state``."""
         return torch.equal(torch.get_rng_state(), state)
 
+    def fingerprint(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """A number for each tensor that any other values would change: the sum of its bits as integers."""
+        return [_sum_of_bits(tensor) for tensor in tensors]
+
     def autocast_state(self) -> torch.dtype | None:
         """The dtype autocast is active with, None if it is off."""
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -54,3 +58,11 @@ class CpuDevice:
             yield
         finally:
             torch.set_autocast_cache_enabled(cached)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum() + flat[whole:].sum())

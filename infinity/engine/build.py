@@ -174,10 +174,9 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             faults=injected.faults,
         )
     for kind in STREAMED_KINDS:
-        if placement[kind] is not Tier.NVME:
-            arena = parts.arenas[placement[kind]]
+        if kind not in on_nvme:
             regions = {
-                unit.index: arena.resident(placement.nbytes(kind, unit), kind.value)
+                unit.index: parts.arenas[placement[kind]].resident(placement.nbytes(kind, unit), kind.value)
                 for unit in partition.units
                 if placement.has(kind, unit)
             }
@@ -185,8 +184,8 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             continue
         staging = parts.plan.staging.get(kind)
         pool = None if staging is None else _pool(parts, staging, injected)
-        if parts.io is not None:
-            parts.stores[kind] = FileStore(parts.io, extents.get(kind, {}), parts.ledger, pool)
+        assert parts.io is not None
+        parts.stores[kind] = FileStore(parts.io, extents[kind], parts.ledger, pool)
 
 
 def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, dict[int, Extent]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -32,6 +37,20 @@ class ModuleState:
         """What of the modules is in training mode."""
         return tuple(module.training for module in self._modules)
 
+    @contextmanager
+    def in_mode(self, mode: tuple[bool, ...]) -> Iterator[None]:
+        """Puts the modules into the training mode that ``mode()`` was."""
+        now = self.mode()
+        self._set_mode(mode)
+        try:
+            yield
+        finally:
+            self._set_mode(now)
+
+    def _set_mode(self, mode: tuple[bool, ...]) -> None:
+        for module, training in zip(self._modules, mode, strict=True):
+            module.training = training
+
     def is_watched(self) -> bool:
         """Whether a hook sees what is computed inside the module, so that tensors may leave it by other ways."""
         return any(module._forward_hooks for module in self._modules[1:])
@@ -55,6 +74,12 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def draws_elsewhere() -> tuple[Any, ...]:
+    """How far the random numbers that are not torch's have been drawn, to be compared."""
+    state: Any = numpy.random.get_state()
+    return random.getstate(), *(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in state)
+
+
 def _is_torchs_own(module: nn.Module) -> bool:
     """Whether the class is one of ``torch.nn``, whose forwards change nothing but buffers."""
     return type(module).__module__.startswith("torch.nn.modules.")
@@ -71,9 +96,13 @@ def _mark(value: Any) -> Any:
     """What a later value is compared with: a tensor's version, a container's members, else the value itself."""
     if isinstance(value, torch.Tensor):
         return value, version(value)
-    if type(value) in (list, tuple):
+    if isinstance(value, torch.Generator):
+        return value, value.get_state().numpy().tobytes()
+    if isinstance(value, (list, tuple, deque)):
         return [_mark(member) for member in value]
-    if type(value) is dict:
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
+    if isinstance(value, dict):
         return {key: _mark(member) for key, member in value.items()}
     return value
 

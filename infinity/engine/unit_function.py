@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.changes import ModuleState, version
+from infinity.engine.changes import ModuleState, draws_elsewhere, version
 from infinity.engine.inputs import aliases, leaves_like, taken
 from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
@@ -127,12 +127,15 @@ class EntryModule:
         """Whether a call in the present training mode was seen to leave the module as it was."""
         return self.state.mode() in self._steady
 
-    def learn(self, changes: Sequence[tuple[nn.Module, str]], *, looked_back: bool) -> bool:
-        """Notes what a call changed in the module; whether that call may be computed again."""
-        if not changes and not looked_back:
+    def learn(self, changes: Sequence[tuple[nn.Module, str]], *, looked_back: bool, drew: bool) -> bool:
+        """Notes what a call changed in the module or elsewhere; whether that call may be computed again."""
+        if not changes and not looked_back and not drew:
             self._steady.add(self.state.mode())
             return True
-        what = f'changes "{changes[0][1]}" of a {type(changes[0][0]).__name__}' if changes else "takes a gradient"
+        if changes:
+            what = f'changes "{changes[0][1]}" of a {type(changes[0][0]).__name__}'
+        else:
+            what = "takes a gradient" if looked_back else "draws random numbers from Python or NumPy"
         self.runtime.say_once(
             f'unit "{self.name}" {what} in forward, so that it cannot be computed twice: its activations are kept'
         )
@@ -155,6 +158,8 @@ class Call:
         self.outermost = not entry.runtime.frames
         self.rng: Any = None
         self.autocast: Any = None
+        self.mode: tuple[bool, ...] = ()
+        self.fingerprint: list[int] = []
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] | None = None
         self.dirty: list[tuple[torch.Tensor, int]] = []
@@ -211,6 +216,7 @@ class Call:
         entry, runtime = self.entry, self.entry.runtime
         steady = self.recompute and entry.is_steady()
         rng = runtime.device.rng_state() if self.recompute else None
+        drawn = draws_elsewhere() if self.recompute and not steady else ()
         self.inputs = leaves_like(tensors)
         pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, self._unpack)
         self.running = True
@@ -221,8 +227,11 @@ class Call:
         if steady and self.changes:
             raise entry.refuse(f'changes "{self.changes[0][1]}" of a {type(self.changes[0][0]).__name__}')
         if self.recompute and not steady:
-            self.recompute = entry.learn(self.changes, looked_back=self.looked_back)
+            drew = draws_elsewhere() != drawn
+            self.recompute = entry.learn(self.changes, looked_back=self.looked_back, drew=drew)
         if self.recompute:
+            self.mode = entry.state.mode()
+            self.fingerprint = runtime.device.fingerprint(self.outputs)
             self.rng = None if runtime.device.same_rng_state(rng) else rng
             self.autocast = runtime.device.autocast_state()
             self.inputs = []
@@ -248,19 +257,27 @@ class Call:
         raise self.entry.refuse("lets a tensor out by another way than its result (a hook, a list in a closure)")
 
     def compute_again(self, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Inputs with outputs of a second run that sees the random numbers, the autocast of the first."""
-        device = self.entry.runtime.device
+        """Inputs with outputs of a second run that sees random numbers, autocast, training mode of the first.
+
+        Whatever else the module looks at may have changed, so the outputs must be those of the first, bit for bit.
+        """
+        entry, device = self.entry, self.entry.runtime.device
         now = device.rng_state() if self.rng is not None else None
         if self.rng is not None:
             device.set_rng_state(self.rng)
         inputs = leaves_like(saved)
         try:
-            with torch.enable_grad(), device.autocast(self.autocast):
+            with torch.enable_grad(), device.autocast(self.autocast), entry.state.in_mode(self.mode):
                 outputs = self.compute(inputs)
         finally:
             if now is not None:
                 device.set_rng_state(now)
         self._result = None
+        if device.fingerprint(outputs) != self.fingerprint:
+            raise entry.refuse(
+                "computed other values when its forward was run again (an attribute, a buffer, a global or a generator "
+                "of random numbers is not what it was in the first run)"
+            )
         return inputs, outputs
 
     def kept(self, *, retain: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
