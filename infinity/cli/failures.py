@@ -22,7 +22,7 @@ class Stopped(Exception):
 @contextmanager
 def reported(*, debug: bool) -> Iterator[None]:
     """Exit 1 on an error, 128 + the signal's number when stopped; ``debug`` lets the traceback through."""
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, emoji=False)
     errors.soft_wrap = not errors.is_terminal  # a reader of a file wants whole lines
     try:
         yield

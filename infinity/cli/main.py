@@ -67,11 +67,11 @@ def train(
 ) -> None:
     """Train the decoder that CONFIG describes on bytes of text."""
     with reported(debug=debug):
-        summary = run_training(_config(config, overrides), Console(stderr=json), with_floor=floor)
+        summary = run_training(_config(config, overrides), Console(stderr=json, emoji=False), with_floor=floor)
         if json:
             typer.echo(json_format.dumps(summary.as_json()))
         else:
-            summary.show(Console())
+            summary.show(Console(emoji=False))
 
 
 @app.command()
@@ -98,7 +98,7 @@ def doctor(
         if json:
             typer.echo(as_json(findings))
         else:
-            show(findings, Console())
+            show(findings, Console(emoji=False))
         raise typer.Exit(exit_code(findings))
 
 

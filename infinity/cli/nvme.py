@@ -49,7 +49,7 @@ def init_command(
         if json:
             typer.echo(as_json(findings))
         else:
-            show(findings, Console())
+            show(findings, Console(emoji=False))
             if exit_code(findings) == 0:
                 paths = [str(path.resolve()) for path in directories]
                 block = {"infinity": {"nvme_path": paths[0] if len(paths) == 1 else paths}}
@@ -71,7 +71,7 @@ def bench_command(
 ) -> None:
     """Measure reads, writes, both at once."""
     with reported(debug=debug):
-        console = Console(stderr=json)
+        console = Console(stderr=json, emoji=False)
         block = _size(block_size, "--block-size", PAGE_BYTES)
         settings = [Setting(name, block, queue_depth, threads) for name in ([engine] if engine else working_engines())]
         for setting in settings:
@@ -97,7 +97,7 @@ def tune_command(
 ) -> None:
     """Find engine, block size, queue depth, threads, for the config."""
     with reported(debug=debug):
-        console = Console(stderr=json)
+        console = Console(stderr=json, emoji=False)
         if write is not None:
             edited(write, Setting())  # a config that cannot be changed is an error before a minute of measuring
         with measuring(directories, _size(size, "--size"), MAX_WINDOW_BYTES, console) as (tuner, notes):
@@ -192,11 +192,13 @@ def report(trials: Sequence[Trial], best: Trial, notes: Sequence[str], console: 
         return typer.echo(json.dumps(document))
     rows = [_row(trial, trial is best) for trial in trials]
     if console.is_terminal:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for title in ("", "engine", "block", "depth", "threads", "read", "write", "both at once", "CPU"):
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for title in ("", "engine", "block", "depth", "threads", "read", "write", "mix", "CPU"):
             table.add_column(title, justify="left" if title in ("", "engine") else "right", no_wrap=True)
         for row, trial in zip(rows, trials, strict=True):
-            table.add_row(*row, style="green" if trial is best else None)
+            short = [cell.replace(".00 MiB", " MiB").replace(" GB/s", "").replace(" ms/GB", "") for cell in row]
+            table.add_row(*short, style="green" if trial is best else None)
+        table.caption, table.caption_justify = "read, write, mix (both at once) in GB/s; CPU in ms per GB", "left"
         console.print(table)
     else:
         for row in rows:

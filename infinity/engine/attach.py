@@ -24,6 +24,11 @@ def check_parameters(model: nn.Module) -> None:
     """Raises ``ConfigError`` with every parameter that cannot be moved away from its Python object."""
     problems = []
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, LentParameter):
+            raise ConfigError(
+                f"parameter {name} belongs to an engine already: end that one with engine.destroy(restore_parameters="
+                "True), or build the model anew"
+            )
         if isinstance(parameter, UninitializedParameter):
             problems.append(f"parameter {name} has no shape yet: run one forward before infinity.initialize")
         elif getattr(parameter, "_post_accumulate_grad_hooks", None):

@@ -145,6 +145,7 @@ def _check_supported(config: Config) -> None:
     unsupported = {
         'infinity.device: "cuda"': own.device == "cuda",
         f'infinity.activations: "{own.activations}"': own.activations != "device",
+        "infinity.placement.activation": own.placement != "auto" and StateKind.ACTIVATION in own.placement,
         "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
         "infinity.tile_bytes": own.tile_bytes != "auto",
         "infinity.verify": own.verify,
@@ -235,7 +236,7 @@ def _wire(parts: Parts, injected: Injected) -> None:
         parts.ledger,
         None if prefetch == "auto" else prefetch,
     )
-    pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient staging", injected)
+    pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient slabs", injected)
     sizes = _slab_bytes(trained, [plan.placement.nbytes(StateKind.GRAD, unit) for unit in trained]) if pools else {}
     grads = parts.stores.get(StateKind.GRAD, MemoryStore(Tier.HOST, {}))
     parts.grads = GradStream(units, grads, pools, sizes, parts.kernels, parts.ledger)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -88,17 +89,21 @@ class Engine:
             self._runtime.loss_is_scaled = False
         return loss
 
-    def train_batch(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+    def train_batch(self, micro_batches: Sequence[Any] | Iterator[Any]) -> torch.Tensor:
         """Forward and backward of all micro-batches of a step, then the step; returns their losses, 1-D.
 
         Every micro-batch goes through unit k before any goes on to unit k+1, forward as well as backward, so each
         unit's parameters cross the slow link once per pass for the whole step. The model must return its loss. A
-        micro-batch is a tuple of arguments, a dict of keyword arguments, or one argument; there must be
-        ``gradient_accumulation_steps`` of them.
+        micro-batch is a tuple of arguments, a dict of keyword arguments, or one argument; of a list there must be
+        ``gradient_accumulation_steps``, of an iterator so many are taken.
         """
         steps = self.gradient_accumulation_steps
+        micro_batches = list(islice(micro_batches, steps)) if isinstance(micro_batches, Iterator) else micro_batches
         if len(micro_batches) != steps:
-            raise ScheduleError(f"train_batch was given {len(micro_batches)} micro-batches; expected {steps}")
+            raise ScheduleError(
+                f"train_batch was given {len(micro_batches)} micro-batches; expected a list of {steps}, one per "
+                "gradient accumulation step, such as [(x, y), ...]"
+            )
         if self.micro_steps % steps:
             raise ScheduleError(
                 f"train_batch was called after {self.micro_steps % steps} of {steps} micro-steps of an accumulation; "

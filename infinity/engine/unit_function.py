@@ -117,8 +117,8 @@ class EntryModule:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 self.runtime.say_once(
-                    f'unit "{self.name}" is given a {type(leaf).__name__}, which computing it twice would change '
-                    "twice: its activations are kept. If it is a KV cache, pass use_cache=False to save the memory"
+                    f"units are given a {type(leaf).__name__}, which computing them twice would change twice: their "
+                    "activations are kept. If it is a KV cache, set model.config.use_cache = False to save the memory"
                 )
                 return False
         return True

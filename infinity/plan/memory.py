@@ -153,7 +153,7 @@ def _plan(
     if placement[StateKind.GRAD] is Tier.NVME:
         sizes = [placement.nbytes(StateKind.GRAD, unit) for unit in trained]
         grad_slabs = {nbytes: min(GRAD_SLABS, len(units)) for nbytes, units in slab_classes(trained, sizes).items()}
-    lines += [PlanLine(Tier.HOST, "gradient staging", count, nbytes) for nbytes, count in grad_slabs.items()]
+    lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in grad_slabs.items()]
     update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
         placement, tuple(lines), budgets, {}, grad_slabs, {}, 0, partition.parameters, partition.trained_parameters,
@@ -240,7 +240,7 @@ def _with_staging(plan: Plan, trained: Sequence[Unit], numel: int) -> Plan:
         # Gradients are only read, so their slabs are free again before anything is written behind.
         depth = plan.read_ahead + 1 if kind is StateKind.GRAD else ring
         count = min(depth, sum(groups[unit.index] for unit in trained if plan.placement.has(kind, unit)))
-        staging[kind] = PlanLine(Tier.HOST, f"{_NAMES[kind]} staging", count, numel * nbytes)
+        staging[kind] = PlanLine(Tier.HOST, f"{_NAMES[kind]}, optimizer staging", count, numel * nbytes)
     lines = plan.lines + tuple(staging.values())
     return replace(plan, subgroup_numel=numel, ring=ring, staging=staging, lines=lines)
 
@@ -330,6 +330,7 @@ _NAMES = {
 _REMEDIES = {
     Tier.DEVICE: "or make units smaller (infinity.units), or offload more (zero_optimization.offload_param, "
     "offload_optimizer)",
-    Tier.HOST: "or set a smaller zero_optimization.sub_group_size, or place a kind on NVMe (infinity.placement)",
+    Tier.HOST: "or set a smaller zero_optimization.sub_group_size, or place a kind on NVMe, such as the gradients "
+    '(infinity.placement: {"grad": "nvme"})',
     Tier.NVME: "or keep a kind in host memory (infinity.placement)",
 }

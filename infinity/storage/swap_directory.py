@@ -145,7 +145,9 @@ class SwapDirectory:
                 path=self.root,
                 action="Name a directory on a fast local disk",
             ) from None
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if os.path.isdir(os.path.dirname(self.root)):
+                raise self._refused("cannot create", error) from None
             raise StorageError(
                 "nvme_path does not exist, nor does the directory above it:",
                 path=self.root,

@@ -100,5 +100,5 @@ def test_an_error_in_one_micro_batch_reaches_the_caller(tmp_path: Path) -> None:
 def test_the_number_of_micro_batches_is_checked() -> None:
     model = Decoder(DecoderConfig(d_model=64, n_layers=2, n_heads=4, d_ff=64))
     engine, *_ = infinity.initialize(model, {"gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}})
-    with engine, pytest.raises(infinity.ScheduleError, match="given 1 micro-batches; expected 2"):
+    with engine, pytest.raises(infinity.ScheduleError, match="given 1 micro-batches; expected a list of 2"):
         engine.train_batch([(torch.zeros(1, 8, dtype=torch.long),) * 2])

@@ -126,7 +126,7 @@ def test_a_cache_that_was_left_on_is_told(tmp_path: Path, caplog: pytest.LogCapt
         attached(llama(use_cache=True), configure(tmp_path, recompute=True)) as engine,
     ):
         train_attached(engine, batches(1), loss_of)
-    assert "use_cache=False" in caplog.text
+    assert "use_cache = False" in caplog.text
 
 
 @pytest.mark.parametrize("device", PLACEMENTS)
