@@ -5,8 +5,9 @@
 Every contestant lives in a process of its own and trains the same model from the same seed on the same data. Within a
 group they take turns, a few consecutive steps each, in another order every round, because machines drift; a time is
 that of the steps with everything settled at the end, divided by their number, so an update that overlaps the next
-forward counts as the user sees it. A ratio is the median over the rounds of the ratio within the round. In bf16 plain
-PyTorch has fp32 masters, as ours and DeepSpeed's have; "plain pure" has none.
+forward counts as the user sees it. A round during which other processes kept the processors busy is tried again, a few
+times; what they took in the end is in the table. A ratio is the median over the rounds of the ratio within the round.
+In bf16 plain PyTorch has fp32 masters, as ours and DeepSpeed's have; "plain pure" has none.
 
 Groups: ``memory`` (states in memory), ``peers`` (FSDP2, DeepSpeed in memory), ``nvme`` (states on NVMe, with what the
 disk gives to fio between the rounds), ``long`` (all states on NVMe, 2048 tokens), ``layers`` (eight micro-batches,
@@ -22,6 +23,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +39,9 @@ from bench.step_results import Group, Ratio, Round
 GROUPS = ("memory", "peers", "nvme", "long", "layers", "ram", "large")
 ALL_ON_NVME = dict.fromkeys(("param", "grad", "master", "exp_avg", "exp_avg_sq"), "nvme")
 FIO_BYTES = 1 << 30
+QUIET = 0.15
+"""Processors that others may keep busy during a round before it is tried again."""
+TRIES = 4
 
 
 def ours(placement: str, swap: str, name: str | None = None, **options: Any) -> Spec:
@@ -56,8 +61,27 @@ PURE = Spec("plain pure", "plain", {"pure": True})
 
 
 def one_round(contestant: Contestant, steps: int) -> Round:
+    """Consecutive steps, with the processors that somebody else's processes kept busy meanwhile."""
+    busy, start = busy_seconds(), time.perf_counter()
     answer = contestant.ask("steps", count=steps)
-    return Round(answer["seconds"] / steps, answer["cpu_seconds"] / steps, tuple(answer["losses"]))
+    foreign = (busy_seconds() - busy - answer["cpu_seconds"]) / (time.perf_counter() - start)
+    seconds, cpu = answer["seconds"] / steps, answer["cpu_seconds"] / steps
+    return Round(seconds, cpu, tuple(answer["losses"]), max(0.0, foreign), answer["split"])
+
+
+def quiet_round(contestant: Contestant, steps: int) -> tuple[Round, list[float]]:
+    """The round least disturbed by others, out of a few if need be, with the losses of all."""
+    tried: list[Round] = []
+    while not tried or (len(tried) < TRIES and tried[-1].foreign > QUIET):
+        tried.append(one_round(contestant, steps))
+    return min(tried, key=lambda each: each.foreign), [loss for each in tried for loss in each.losses]
+
+
+def busy_seconds() -> float:
+    """Processor time that all processes together have used; time stolen by the hypervisor counts."""
+    with open("/proc/stat", encoding="ascii") as counters:
+        user, nice, system, _, _, irq, softirq, steal = map(int, counters.readline().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def compete(
@@ -80,12 +104,14 @@ def compete(
             order = order[first:] + order[:first]
             for name, contestant in order if turn % 2 == 0 else reversed(order):
                 try:
-                    taken = one_round(contestant, steps)
+                    taken, losses = quiet_round(contestant, steps)
                 except Unavailable as why:
                     group.missing[name] = str(why)
                     field.running.pop(name)
                     continue
-                (group.rounds if turn else group.warm).setdefault(name, []).append(taken)
+                group.losses.setdefault(name, []).extend(losses)
+                if turn:
+                    group.rounds.setdefault(name, []).append(taken)
             if turn == 0:
                 before = {name: contestant.ask("facts") for name, contestant in field.running.items()}
             elif between is not None:
@@ -240,7 +266,7 @@ class Bench:
         self.note("layer_major_over_ordinary", eight.ratio(layered, ordinary))
         self.groups += [single, eight]
         if layered in eight.rounds and ordinary in eight.rounds and "ours/all-nvme" in single.rounds:
-            same = eight.losses(layered) == eight.losses(ordinary)
+            same = agree(eight, layered, ordinary)
             counts = [last_read(single, "ours/all-nvme"), last_read(eight, layered), last_read(eight, ordinary)]
             self.notes.append(
                 f"Layer-major: bytes read per step with 1 micro-batch {counts[0]}, with 8 {counts[1]}, with 8 in the "
@@ -266,7 +292,7 @@ class Bench:
             group = Group("Peak memory", task)
             for part in parts:
                 group.rounds |= part.rounds
-                group.warm |= part.warm
+                group.losses |= part.losses
                 group.facts |= part.facts
                 group.missing |= part.missing
             groups.append(group)
@@ -295,6 +321,11 @@ class Bench:
             "load_average": os.getloadavg(),
             "processors": os.cpu_count(),
         }
+
+
+def agree(group: Group, name: str, other: str) -> bool:
+    """Whether the losses are equal bit for bit, as far as both have got."""
+    return all(a == b for a, b in zip(group.losses[name], group.losses[other], strict=False))
 
 
 def last_read(group: Group, name: str) -> int:

@@ -17,6 +17,9 @@ class Round:
     seconds_per_step: float
     cpu_per_step: float
     losses: tuple[float, ...]
+    foreign: float = 0.0
+    """Processors kept busy by other processes."""
+    split: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,15 @@ class Ratio:
 
 @dataclass
 class Group:
-    """Contestants that took turns on one task; ``rounds[name][i]`` are of the same turn for every name."""
+    """Contestants that took turns on one task; ``rounds[name][i]`` are of the same turn for every name.
+
+    ``losses`` are those of every step since the first, warm-up and rounds that were tried again included.
+    """
 
     title: str
     task: Task
     rounds: dict[str, list[Round]] = field(default_factory=dict)
-    warm: dict[str, list[Round]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
@@ -62,59 +68,57 @@ class Group:
             return None
         return Ratio.of(self.times(name), self.times(other))
 
-    def losses(self, name: str) -> list[float]:
-        """Of every step since the first, warm-up included."""
-        return [loss for each in (*self.warm.get(name, []), *self.rounds[name]) for loss in each.losses]
-
     def apart(self, reference: str = "plain") -> dict[str, float]:
         """Per contestant the largest difference of a loss from the reference's."""
         if reference not in self.rounds:
             return {}
-        mine = self.losses(reference)
+        mine = self.losses[reference]
         return {
-            name: max(abs(a - b) for a, b in zip(self.losses(name), mine, strict=True))
+            name: max(abs(a - b) for a, b in zip(self.losses[name], mine, strict=False))
             for name in self.rounds
             if name != reference
         }
 
     def split(self, name: str) -> dict[str, float]:
-        """Seconds per step by phase; ours with what the training thread waited for, by cause."""
-        facts = self.facts[name]
-        steps = max(1, facts["steps"])
-        return {key: value / steps for key, value in facts["seconds"].items()} | {
-            f"wait {key}": value / steps for key, value in facts.get("stalls", {}).items()
+        """Median seconds per step by phase; ours with what the training thread waited for, by cause."""
+        rounds = self.rounds[name]
+        return {
+            key: statistics.median(each.split.get(key, 0.0) for each in rounds)
+            for key in dict.fromkeys(key for each in rounds for key in each.split)
         }
 
     def table(self) -> str:
         """The group as a table of Markdown."""
         task = self.task
+        last = min((len(self.losses[name]) for name in self.rounds), default=0) - 1
         lines = [
             f"### {self.title}: {task.dtype}, {task.tokens} tokens, {task.threads} threads, "
             f"{task.micro_batches} micro-batch{'es' if task.micro_batches > 1 else ''}",
             "",
-            "| | s/step | to plain | CPU s | tokens/s | peak RSS over import, MiB | read, written MB/step "
-            "| loss 1, 2, last | split, s |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| | s/step | to plain | CPU s | CPUs of others | tokens/s | peak RSS over import, MiB "
+            f"| read, written MB/step | loss of step 1, 2, {last + 1} | split, s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for name in self.rounds:
             facts, times = self.facts[name], sorted(self.times(name))
             ratio = self.ratio(name, "plain")
             steps = max(1, facts["steps"])
-            losses = self.losses(name)
+            losses = self.losses[name]
+            foreign = statistics.median(each.foreign for each in self.rounds[name])
             moved = ", ".join(f"{facts[key] / steps / 1e6:.0f}" for key in ("read_bytes", "write_bytes"))
             tokens = task.tokens * task.micro_batches / self.median(name)
             cpu = statistics.median(each.cpu_per_step for each in self.rounds[name])
             split = ", ".join(f"{key} {value:.3f}" for key, value in self.split(name).items() if value >= 5e-4)
             lines.append(
                 f"| {name} | {self.median(name):.3f} ({times[0]:.3f} to {times[-1]:.3f}) | {ratio or ''} | {cpu:.2f} "
-                f"| {tokens:.0f} | {(facts['peak_rss'] - facts['import_rss']) / 2**20:.0f} | {moved} "
-                f"| {losses[0]:.4f}, {losses[1]:.4f}, {losses[-1]:.4f} | {split} |"
+                f"| {foreign:.2f} | {tokens:.0f} | {(facts['peak_rss'] - facts['import_rss']) / 2**20:.0f} | {moved} "
+                f"| {losses[0]:.4f}, {losses[1]:.4f}, {losses[last]:.4f} | {split} |"
             )
         lines.append("")
         apart = self.apart()
         if apart:
             lines.append(
-                f"Largest difference of a loss from plain's over {len(self.losses('plain'))} steps: "
+                f"Largest difference of a loss from plain's over {last + 1} steps: "
                 + ", ".join(f"{name} {value:.1e}" for name, value in apart.items())
             )
         lines += [f"- skipped: {why}" for why in self.missing.values()]
@@ -130,7 +134,8 @@ class Group:
             "micro_batches": self.task.micro_batches,
             "seconds_per_step": {name: self.times(name) for name in self.rounds},
             "cpu_per_step": {name: [each.cpu_per_step for each in rounds] for name, rounds in self.rounds.items()},
-            "losses": {name: self.losses(name) for name in self.rounds},
+            "foreign": {name: [each.foreign for each in rounds] for name, rounds in self.rounds.items()},
+            "losses": self.losses,
             "split": {name: self.split(name) for name in self.rounds},
             "facts": self.facts,
             "missing": self.missing,

@@ -3,10 +3,12 @@
 Each line on standard input is ``{"op": ...}``, each answer one line on standard output, {"error": ...} where it failed:
 
     {"op": "build", "trainer", "shape", "dtype", "tokens", "threads", "micro_batches", "options"} -> {"seconds"}
-    {"op": "steps", "count"}   -> {"seconds", "cpu_seconds", "losses"}    consecutive steps, all settled at the end
-    {"op": "facts"}            -> {"import_rss", "peak_rss", "read_bytes", "write_bytes", "steps", ...}
-    {"op": "adam", "numel"}    -> {"seconds"}                             our kernel alone on so many parameters
-    {"op": "close"}            -> {}
+    {"op": "steps", "count"}          -> {"seconds", "cpu_seconds", "losses", "split"}
+    {"op": "facts"}                   -> {"import_rss", "peak_rss", "read_bytes", "write_bytes", "steps", ...}
+    {"op": "adam", "numel", "dtype"}  -> {"seconds"}
+    {"op": "close"}                   -> {}
+
+Steps are consecutive, all settled at the end; adam is our kernel alone on so many parameters.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class Worker:
         each = self._micro_batches
         data = [batch(self._shape, self._tokens, self._done * each + n) for n in range(count * each)]
         losses = []
+        before = self._split()
         cpu, start = cpu_seconds(), time.perf_counter()
         for n in range(count):
             losses += self._trainer.step(data[n * each : (n + 1) * each])
@@ -85,7 +88,13 @@ class Worker:
             "seconds": seconds,
             "cpu_seconds": cpu_seconds() - cpu,
             "losses": [float(loss) for loss in losses],
+            "split": {name: (value - before.get(name, 0.0)) / count for name, value in self._split().items()},
         }
+
+    def _split(self) -> dict[str, float]:
+        facts = self._trainer.facts()
+        seconds: dict[str, float] = facts["seconds"]
+        return seconds | {f"wait {cause}": value for cause, value in facts.get("stalls", {}).items()}
 
     def facts(self) -> dict[str, Any]:
         read, written = disk_bytes()
