@@ -365,7 +365,7 @@ class ZeroGrad:
 
 def _take_down(parts: Parts, runtime: Runtime, replaced: Sequence[EntryModule | ZeroGrad]) -> None:
     """Ends the model's use of the engine, then the engine."""
-    runtime.closed = True
+    runtime.close()
     for method in replaced:
         method.remove()
     parts.close()

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_destroy_returns_memory_threads_descriptors_and_swap(tmp_path: Path) -> 
     one_engine = 4 * 4 * sum(p.numel() for p in Net(512).parameters())
     assert after[0] - before[0] < one_engine, "memory of destroyed engines is still in use"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("device", PLACEMENTS)
+def test_nothing_refers_to_a_destroyed_engine(tmp_path: Path, device: str) -> None:
+    width = 64
+    remains: list[weakref.ref[Any]] = []
+    with attached(Net(width), configure(tmp_path, device)) as engine:
+        for batch in vectors(2, width):
+            engine.backward(energy(engine.module, batch))
+            engine.step()
+        remains += [weakref.ref(engine._runtime), weakref.ref(engine._parts), weakref.ref(engine._parts.params)]
+    del engine
+    gc.collect()
+    assert [reference() for reference in remains] == [None, None, None]
 
 
 def test_engines_side_by_side(tmp_path: Path) -> None:
