@@ -39,9 +39,9 @@ from bench.step_results import Group, Ratio, Round
 GROUPS = ("memory", "peers", "nvme", "long", "layers", "ram", "large")
 ALL_ON_NVME = dict.fromkeys(("param", "grad", "master", "exp_avg", "exp_avg_sq"), "nvme")
 FIO_BYTES = 1 << 30
-QUIET = 0.15
+QUIET = 0.2
 """Processors that others may keep busy during a round before it is tried again."""
-TRIES = 4
+TRIES = 3
 
 
 def ours(placement: str, swap: str, name: str | None = None, **options: Any) -> Spec:
@@ -207,6 +207,27 @@ class Bench:
         self.ratios: dict[str, float] = {}
         self.spreads: dict[str, str] = {}
         self.notes: list[str] = []
+        self.profile: Path | None = chosen.profile
+
+    def compete(self, title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int) -> Group:
+        return compete(title, task, self.traced(title, task, specs), rounds, steps)
+
+    def on_nvme(self, title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int) -> Group:
+        return on_nvme(title, task, self.traced(title, task, specs), rounds, steps, self.swap)
+
+    def traced(self, title: str, task: Task, specs: Sequence[Spec]) -> list[Spec]:
+        """The same contestants; ours write what they did into the folder for traces, if there is one."""
+        if self.profile is None:
+            return list(specs)
+        self.profile.mkdir(parents=True, exist_ok=True)
+        return [
+            replace(
+                spec, options=spec.options | {"profile": str((self.profile / trace_name(title, task, spec)).resolve())}
+            )
+            if spec.trainer == "ours"
+            else spec
+            for spec in specs
+        ]
 
     def task(self, dtype: str, **changes: Any) -> Task:
         return replace(Task(self.shape, dtype, self.tokens, self.threads), **changes)
@@ -216,25 +237,29 @@ class Bench:
             self.ratios[key], self.spreads[key] = ratio.median, str(ratio)
 
     def memory(self, dtype: str) -> None:
-        specs = [PLAIN, ours("none", self.swap), ours("host", self.swap)] + ([PURE] if dtype != "fp32" else [])
-        group = compete("In memory", self.task(dtype), specs, self.rounds, 3)
+        specs = [PLAIN, ours("none", self.swap), ours("host", self.swap)]
+        group = self.compete("In memory", self.task(dtype), specs, self.rounds, 3)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
         self.note(f"none_over_plain{suffix}", group.ratio("ours/none", "plain"))
         self.note(f"host_over_plain{suffix}", group.ratio("ours/host", "plain"))
         self.groups.append(group)
 
     def peers(self, dtype: str) -> None:
-        specs = [PLAIN, ours("host", self.swap), Spec("fsdp2", "fsdp2"), deepspeed("none", self.swap)]
-        specs.append(deepspeed("cpu", self.swap))
-        group = compete("Peers in memory", self.task(dtype), specs, self.rounds, 3)
-        suffix = "" if dtype == "bf16" else f"_{dtype}"
-        for peer in ("fsdp2", "deepspeed/none", "deepspeed/cpu"):
-            self.note(f"host_over_{peer.replace('/', '_')}{suffix}", group.ratio("ours/host", peer))
-        self.groups.append(group)
+        # Two groups, because all at once need more memory than a small machine has.
+        mine, suffix = ours("host", self.swap), "" if dtype == "bf16" else f"_{dtype}"
+        torchs = [PLAIN, mine, Spec("fsdp2", "fsdp2")] + ([PURE] if dtype != "fp32" else [])
+        theirs = [mine, deepspeed("none", self.swap), deepspeed("cpu", self.swap)]
+        for title, specs in (("PyTorch in memory", torchs), ("DeepSpeed in memory", theirs)):
+            group = self.compete(title, self.task(dtype), specs, self.rounds, 3)
+            for spec in specs:
+                if spec not in (PLAIN, mine):
+                    other = spec.name.replace("/", "_").replace(" ", "_")
+                    self.note(f"host_over_{other}{suffix}", group.ratio(mine.name, spec.name))
+            self.groups.append(group)
 
     def nvme(self, dtype: str) -> None:
         specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap), deepspeed("nvme", self.swap)]
-        group = on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 3, self.swap)
+        group = self.on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 3)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
         self.note(f"nvme_over_floor{suffix}", add_floor(group, "ours/nvme"))
         self.note(f"all_nvme_over_floor{suffix}", add_floor(group, "ours/all-nvme"))
@@ -247,7 +272,7 @@ class Bench:
             return
         specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap)]
         task = self.task(dtype, tokens=self.long_tokens)
-        group = on_nvme("Long sequence on NVMe", task, specs, self.rounds, 2, self.swap)
+        group = self.on_nvme("Long sequence on NVMe", task, specs, self.rounds, 2)
         add_floor(group, "ours/all-nvme")
         self.note("nvme_2048_over_plain", group.ratio("ours/all-nvme", "plain"))
         self.note("nvme_2048_grads_in_host_over_plain", group.ratio("ours/nvme", "plain"))
@@ -256,12 +281,12 @@ class Bench:
     def layers(self, dtype: str) -> None:
         if dtype != "bf16":
             return
-        single = compete("One micro-batch", self.task(dtype), [ours("all-nvme", self.swap)], 1, 2)
+        single = self.compete("One micro-batch", self.task(dtype), [ours("all-nvme", self.swap)], 1, 2)
         specs = [
             ours("all-nvme", self.swap, "ours/all-nvme"),
             ours("all-nvme", self.swap, "ours/all-nvme layer-major", layer_major=True),
         ]
-        eight = compete("Eight micro-batches", self.task(dtype, micro_batches=8), specs, self.rounds, 1)
+        eight = self.compete("Eight micro-batches", self.task(dtype, micro_batches=8), specs, self.rounds, 1)
         ordinary, layered = (spec.name for spec in specs)
         self.note("layer_major_over_ordinary", eight.ratio(layered, ordinary))
         self.groups += [single, eight]
@@ -288,7 +313,7 @@ class Bench:
         for depth in depths:
             task = self.task(dtype, shape=self.shape.deeper(depth))
             # One at a time: peaks need no company, and memory for two of the deepest may not be there.
-            parts = [compete("Peak memory", task, [spec], 1, 2) for spec in specs]
+            parts = [self.compete("Peak memory", task, [spec], 1, 2) for spec in specs]
             group = Group("Peak memory", task)
             for part in parts:
                 group.rounds |= part.rounds
@@ -311,7 +336,7 @@ class Bench:
             return
         specs = [ours("all-nvme", self.swap), ours("nvme", self.swap)]
         task = self.task(dtype, shape=SHAPES["1.3b"] if self.shape.d_model > 64 else self.shape)
-        groups = [on_nvme("1.3 B on NVMe", task, [spec], 2, 1, self.swap) for spec in specs]
+        groups = [self.on_nvme("1.3 B on NVMe", task, [spec], 2, 1) for spec in specs]
         self.groups += groups
 
     def json(self) -> dict[str, Any]:
@@ -326,6 +351,11 @@ class Bench:
 def agree(group: Group, name: str, other: str) -> bool:
     """Whether the losses are equal bit for bit, as far as both have got."""
     return all(a == b for a, b in zip(group.losses[name], group.losses[other], strict=False))
+
+
+def trace_name(title: str, task: Task, spec: Spec) -> str:
+    words = f"{title} {task.dtype} {task.shape.n_layers} layers {spec.name}"
+    return "-".join(words.lower().replace("/", " ").split()) + ".json"
 
 
 def last_read(group: Group, name: str) -> int:
@@ -344,6 +374,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--long-tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--profile", type=Path, help="a folder for one Chrome trace per group and contestant of ours")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object per group, the ratios last")
     chosen = parser.parse_args()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Group:
             moved = ", ".join(f"{facts[key] / steps / 1e6:.0f}" for key in ("read_bytes", "write_bytes"))
             tokens = task.tokens * task.micro_batches / self.median(name)
             cpu = statistics.median(each.cpu_per_step for each in self.rounds[name])
-            split = ", ".join(f"{key} {value:.3f}" for key, value in self.split(name).items() if value >= 5e-4)
+            split = ", ".join(f"{key} {value:.3f}" for key, value in where(self.split(name)).items() if value >= 5e-4)
             lines.append(
                 f"| {name} | {self.median(name):.3f} ({times[0]:.3f} to {times[-1]:.3f}) | {ratio or ''} | {cpu:.2f} "
                 f"| {foreign:.2f} | {tokens:.0f} | {(facts['peak_rss'] - facts['import_rss']) / 2**20:.0f} | {moved} "
@@ -141,3 +141,21 @@ class Group:
             "missing": self.missing,
             "floor": self.floor,
         }
+
+
+BEHIND = ("update", "adam")
+"""Phases of our updater, which run beside the others."""
+
+
+def where(split: Mapping[str, float]) -> dict[str, float]:
+    """A step's wall time in parts that add up to it, then what ran beside it.
+
+    Of ours: forward, backward and step without the waits in them, the waits by cause, what happened outside of the
+    engine (the loss, autograd between units, the last settle).
+    """
+    waits = {key: value for key, value in split.items() if key.startswith("wait ")}
+    beside = {f"(beside) {key}": value for key, value in split.items() if key in BEHIND}
+    phases = {key: value for key, value in split.items() if key not in (*waits, *BEHIND, "wall")}
+    if waits:
+        phases = {"phases without waits": sum(phases.values()) - sum(waits.values())} | waits
+    return phases | {"elsewhere": split.get("wall", 0.0) - sum(phases.values())} | beside

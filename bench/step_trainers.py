@@ -188,7 +188,10 @@ class DeepSpeed(Trainer):
 
 
 class Ours(Trainer):
-    """Our engine. ``layer_major`` trains by ``engine.train_batch``; ``override`` goes into the config's own block."""
+    """Our engine. ``layer_major`` trains by ``engine.train_batch``; ``override`` goes into the config's own block.
+
+    ``profile`` is where to write a Chrome trace of everything at the end.
+    """
 
     def __init__(
         self,
@@ -201,9 +204,13 @@ class Ours(Trainer):
         layer_major: bool = False,
         override: dict[str, Any] | None = None,
         zero: dict[str, Any] | None = None,
+        profile: str | None = None,
     ) -> None:
         super().__init__()
         import infinity
+        from infinity.engine.build import Injected
+        from infinity.obs.ledger import Ledger
+        from infinity.obs.trace import TracedLedger
 
         where = {"device": placement, "nvme_path": swap}
         config = {
@@ -217,8 +224,11 @@ class Ours(Trainer):
         }
         with infinity.Init(config):
             model = build_decoder(shape)
-        self._engine, *_ = infinity.initialize(model, config)
+        self._trace = None if profile is None else TracedLedger()
+        self._ledger = self._trace or Ledger()
+        self._engine, *_ = infinity.initialize(model, config, injected=Injected(ledger=self._ledger))
         self._layer_major = layer_major
+        self._profile = profile
 
     def step(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         if self._layer_major:
@@ -236,10 +246,17 @@ class Ours(Trainer):
 
     def facts(self) -> dict[str, Any]:
         report = self._engine.report()
-        return {"seconds": report["time"], "stalls": report["stalls"], "links": report["links"], "report": report}
+        return {
+            "seconds": dict(self._ledger.seconds),
+            "stalls": report["stalls"],
+            "links": report["links"],
+            "report": report,
+        }
 
     def close(self) -> None:
         self._engine.destroy()
+        if self._trace is not None and self._profile is not None:
+            self._trace.write(self._profile)
 
 
 TRAINERS = {"plain": Plain, "fsdp2": Fsdp2, "deepspeed": DeepSpeed, "ours": Ours}

@@ -88,7 +88,8 @@ class Worker:
             "seconds": seconds,
             "cpu_seconds": cpu_seconds() - cpu,
             "losses": [float(loss) for loss in losses],
-            "split": {name: (value - before.get(name, 0.0)) / count for name, value in self._split().items()},
+            "split": {name: (value - before.get(name, 0.0)) / count for name, value in self._split().items()}
+            | {"wall": seconds / count},
         }
 
     def _split(self) -> dict[str, float]:

@@ -41,12 +41,14 @@ COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Injected:
-    """What tests put between the parts: NaN in freed slabs, jitter in lanes, faults in I/O, another read-ahead."""
+    """What tests and benches put between the parts: NaN in freed slabs, jitter in lanes, faults in I/O, another
+    read-ahead, a ledger that keeps more."""
 
     poison: bool = False
     delay: Callable[[], None] | None = None
     faults: Faults | None = None
     read_ahead: int | None = None
+    ledger: Ledger | None = None
 
 
 @dataclass
@@ -127,7 +129,7 @@ def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments
         memory = device.allocate(plan.total(tier)) if tier is Tier.DEVICE else HostMemory(plan.total(tier))
         memories.append(memory)
         arenas[tier] = Arena(tier, memory.bytes)
-    parts = Parts(config, group, device, found, plan, Ledger(), kernels, arenas, memories)
+    parts = Parts(config, group, device, found, plan, injected.ledger or Ledger(), kernels, arenas, memories)
     try:
         _open_stores(parts, injected)
         _wire(parts, injected)

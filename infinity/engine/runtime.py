@@ -171,6 +171,7 @@ class Runtime:
                 self.watched(),
                 self.device.uncached_autocast(),
                 self.ledger.phase(phase.value) if outermost and self.turn is None else _NOTHING,
+                self.ledger.span(name),
             ):
                 frame.lend(indices)
                 yield frame

@@ -6,13 +6,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Ledger:
     """The engine's counters, all cumulative.
 
-    ``bytes[link]``: payload moved. ``seconds[phase]``: wall time of forward, backward, step, update.
+    ``bytes[link]``: payload moved. ``seconds[phase]``: wall time of forward, backward, step, update, of which adam.
     ``stalls[cause]``: seconds the training thread stood still for that cause. ``busy[link]``: seconds during which at
     least one request of the link was under way.
     """
@@ -47,7 +47,14 @@ class Ledger:
             with self._lock:
                 self.seconds[name] += time.perf_counter() - start
 
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Says what the block is called; only a ledger that keeps spans cares."""
+        return _UNRECORDED
+
     def stalled(self, cause: str, seconds: float) -> None:
         """Adds time the training thread waited."""
         with self._lock:
             self.stalls[cause] += seconds
+
+
+_UNRECORDED: AbstractContextManager[None] = nullcontext()

@@ -154,7 +154,8 @@ class Updater:
 
     def _compute(self, group: SubGroup, leases: dict[StateKind, Lease]) -> None:
         values = {kind: lease.wait().view(self._placement.dtype(kind, group.unit)) for kind, lease in leases.items()}
-        self.rule(group, values)
+        with self._ledger.phase("adam"):
+            self.rule(group, values)
 
 
 def _abandon(leases: dict[StateKind, Lease]) -> None:

@@ -86,7 +86,10 @@ class ParamStream:
                 schedule.use(index, backward=phase is Phase.BACKWARD)
                 resident = self._residents.get(index)
                 if resident is None:
-                    resident = self._fetch(index, self._slab_for(index, schedule, demanded=True))
+                    start = time.perf_counter()
+                    slab = self._slab_for(index, schedule, demanded=True)  # which a late read may still be filling
+                    self._ledger.stalled("budget", time.perf_counter() - start)
+                    resident = self._fetch(index, slab)
                 resident.lent += 1
                 taken.append(index)
             self._prefetch(schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from bench.step import add_floor, agree, compete, last_read, ours, quiet_round, 
 from bench.step_contestants import Spec, Task
 from bench.step_floor import largest_cost, link_bytes
 from bench.step_model import SHAPES
-from bench.step_results import Group, Ratio, Round
+from bench.step_results import Group, Ratio, Round, where
 
 TASK = Task(SHAPES["tiny"], "fp32", tokens=16, threads=1)
 PLAIN = Spec("plain", "plain")
@@ -118,3 +119,27 @@ def test_a_disturbed_round_is_tried_again_its_losses_count(monkeypatch: pytest.M
     kept, losses = quiet_round(contestant, 2)  # type: ignore[arg-type]
     assert kept.foreign == pytest.approx(0.1)
     assert losses == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    split = {"forward": 3.0, "backward": 2.0, "update": 9.0, "adam": 1.0, "wait optimizer": 1.5, "wall": 5.25}
+    parts = where(split)
+    assert parts["phases without waits"] == 3.5
+    assert parts["elsewhere"] == 0.25
+    assert sum(value for name, value in parts.items() if not name.startswith("(beside)")) == 5.25
+    assert where({"forward": 1.0, "optimizer": 0.5, "wall": 2.0}) == {
+        "forward": 1.0,
+        "optimizer": 0.5,
+        "elsewhere": 0.5,
+    }
+
+
+def test_a_trace_shows_our_lanes(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    spec = ours("all-nvme", str(tmp_path / "swap"), profile=str(tmp_path / "trace.json"))
+    compete("t", TASK, [spec], 1, 1)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"MainThread", "infinity-update", "nvme_read", "nvme_write"} <= lanes
+    names = {event["name"] for event in events}
+    assert {"forward", "backward", "step", "update", "adam", "blocks.0"} <= names
