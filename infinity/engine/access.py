@@ -31,7 +31,7 @@ def _read(parameter: OffloadedParameter, kind: StateKind) -> torch.Tensor:
     index, slot = parameter._place
     unit = owner.units[index].unit
     dtype = owner.placement.dtype(kind, unit)
-    with owner.watched():
+    with owner.alone(), owner.watched():
         return read_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype)
 
 
@@ -54,17 +54,17 @@ def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise ValueError(
             f"{parameter._name} has shape {tuple(parameter.shape)}; the value given has {tuple(value.shape)}"
         )
-    owner.settle()
     index, slot = parameter._place
     unit = owner.units[index].unit
-    owner.units[index].generation += 1
-    with torch.no_grad(), owner.watched():
+    with owner.alone(), torch.no_grad(), owner.watched():
+        owner.settle()
+        owner.units[index].generation += 1
         for kind in (StateKind.PARAM, StateKind.MASTER):
             if owner.placement.has(kind, unit):
                 write_slot(
                     owner.stores[kind], unit, unit.layout.slots[slot], owner.placement.dtype(kind, unit), value.detach()
                 )
-    owner.params.drop_all()
+        owner.params.drop_all()
 
 
 def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     index, slot = parameter._place
     if not owner.units[index].unit.trainable:
         return None
-    with owner.watched():
+    with owner.alone(), owner.watched():
         gradient = owner.grads.read(index, slot)
     return gradient if gradient is None else gradient / owner.loss_scale()
 
@@ -119,13 +119,14 @@ def gathered(
             set_full_param(placeholder, value.detach())
 
 
-def full_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def full_state(module: nn.Module, owner: Runtime) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
-    for path, child in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                yield prefix + name, get_full_param(parameter)
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield prefix + name, buffer.detach().cpu().clone()
+    with owner.alone():  # no call of another thread shows lent values in the module tree now
+        members = [
+            (f"{path}.{name}" if path else name, value)
+            for path, child in module.named_modules(remove_duplicate=False)
+            for name, value in [*child._parameters.items(), *child._buffers.items()]
+            if value is not None and name not in child._non_persistent_buffers_set
+        ]
+    for name, value in members:
+        yield name, get_full_param(value) if isinstance(value, nn.Parameter) else value.detach().cpu().clone()

@@ -110,7 +110,8 @@ class Engine:
                 "finish it with forward, backward and step() first"
             )
         self._runtime.check()
-        losses = layer_major.run(self._runtime, self.module, micro_batches, self._scaler.scale / steps)
+        with self._runtime.alone():
+            losses = layer_major.run(self._runtime, self.module, micro_batches, self._scaler.scale / steps)
         self.micro_steps += steps - 1
         self.step()
         return losses
@@ -131,7 +132,7 @@ class Engine:
         self._applied = False
         if not boundary:
             return
-        with self._parts.ledger.phase("step"), runtime.watched():
+        with runtime.alone(), self._parts.ledger.phase("step"), runtime.watched():
             self._step()
         if self.lr_scheduler is not None and self._applied and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
@@ -212,7 +213,8 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients gathered so far; between micro-steps of one accumulation it does nothing."""
         if self.micro_steps % self.gradient_accumulation_steps == 0:
-            self._parts.grads.reset()
+            with self._runtime.alone():
+                self._parts.grads.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -305,7 +307,7 @@ class Engine:
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
-        return full_state(self.module)
+        return full_state(self.module, self._runtime)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole fp32 state on the CPU, outside the budgets; ``iter_state`` needs one tensor's memory only."""
@@ -318,13 +320,14 @@ class Engine:
         parameters back (in RAM, compute dtype); else they keep placeholders that can no longer be used."""
         if self._runtime.closed:
             return
-        try:
-            if restore_parameters:
-                self.settle()
-                restore_values(self._runtime.units, self._parts.stores)
-        finally:
-            self._finalizer.detach()
-            _take_down(self._parts, self._runtime, self._replaced)
+        with self._runtime.alone():
+            try:
+                if restore_parameters:
+                    self.settle()
+                    restore_values(self._runtime.units, self._parts.stores)
+            finally:
+                self._finalizer.detach()
+                _take_down(self._parts, self._runtime, self._replaced)
 
     def __enter__(self) -> Engine:
         return self

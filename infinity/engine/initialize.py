@@ -94,6 +94,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
     runtime.settle_parts = parts.settle
+    runtime.timeout_seconds = parts.config.infinity.timeout_seconds
     runtime.stores = parts.stores
     runtime.placement = parts.plan.placement
     store_values(bound, parts.plan.placement, parts.stores)
@@ -152,7 +153,8 @@ def _parameter_groups(
     seen: dict[int, int] = {}
     problems = []
     for number, group in enumerate(groups):
-        problems += group_problems(number, group, defaults) if _is_adam(optimizer) or adam else []
+        streamed = adam is not None if optimizer is None else _is_adam(optimizer)
+        problems += group_problems(number, group, defaults) if streamed else []
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         for parameter in group["params"]:

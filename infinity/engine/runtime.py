@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,6 +121,9 @@ class Runtime:
         self.device = device
         self.ledger = ledger
         self._local = threading.local()
+        self._alone = threading.RLock()
+        self._process = os.getpid()
+        self.timeout_seconds = 600.0
         self.failure: StorageError | None = None
         self.closed = False
         self.trains = any(bound.unit.trainable for bound in units)
@@ -161,6 +165,13 @@ class Runtime:
         self, name: str, indices: Iterable[int], phase: Phase, *, differentiable: bool, packs: bool = False
     ) -> Iterator[Frame]:
         """A call in progress, with ``indices`` lent for its duration."""
+        with self.alone(), self._frame(name, indices, phase, differentiable=differentiable, packs=packs) as frame:
+            yield frame
+
+    @contextmanager
+    def _frame(
+        self, name: str, indices: Iterable[int], phase: Phase, *, differentiable: bool, packs: bool
+    ) -> Iterator[Frame]:
         frame = Frame(self, name, phase, differentiable=differentiable, packs=packs)
         outermost = not self.frames
         if outermost and phase is Phase.INFERENCE:
@@ -181,6 +192,25 @@ class Runtime:
         finally:
             frame.close()
             self.frames.remove(frame)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other threads away from the module tree, the units, the stores: they wait until this one is done.
+
+        The threads of a layer-major batch take turns by themselves, under the lock of the thread that started them.
+        """
+        if self.turn is not None:
+            yield
+            return
+        if not self._alone.acquire(timeout=self.timeout_seconds):
+            raise ScheduleError(
+                f"another thread has been using this model for infinity.timeout_seconds ({self.timeout_seconds:g} s). "
+                "If the model's forward waits for threads that call parts of it, let it call them itself"
+            )
+        try:
+            yield
+        finally:
+            self._alone.release()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -374,7 +404,7 @@ class Runtime:
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""
         self.check()
-        with self.watched():
+        with self.alone(), self.watched():
             self.settle_parts()
 
     def close(self) -> None:
@@ -384,6 +414,11 @@ class Runtime:
 
     def check(self) -> None:
         """Raises what ended an asynchronous part of the engine, before any value is computed from missing data."""
+        if os.getpid() != self._process:
+            raise ScheduleError(
+                "this process was forked from the one that owns the engine, whose threads and swap files it has not "
+                "got. Use the model in the process that called infinity.initialize"
+            )
         if self.closed:
             raise ScheduleError(
                 "this model's engine was destroyed, or nobody kept it, so the model cannot compute any more. Keep the "

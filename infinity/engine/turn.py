@@ -19,6 +19,11 @@ class Baton:
         self._holder = 0
         self._changed = threading.Condition()
         self.failure: BaseException | None = None
+        self._changed_by: dict[tuple[int, str], int] = {}
+
+    def changes(self, runner: int, attribute: tuple[int, str]) -> bool:
+        """Notes that a runner changed an object's attribute; whether it is the only one."""
+        return self._changed_by.setdefault(attribute, runner) == runner
 
     def take(self, runner: int) -> None:
         """Waits until it is this runner's turn; raises if another one failed."""
@@ -66,6 +71,10 @@ class Turn:
         """Waits for the first turn; places this micro-batch's nodes a little above the next one's."""
         self._baton.take(self._number)
         self._skip(self._baton.count - 1 - self._number)
+
+    def changes(self, owner: object, name: str) -> bool:
+        """Notes that this micro-batch changed an attribute; whether no other one did, which might see the change."""
+        return self._baton.changes(self._number, (id(owner), name))
 
     def before_unit(self) -> None:
         """Lets every other micro-batch come as far as this one."""

@@ -245,6 +245,13 @@ class Call:
         with runtime.frame(entry.name, entry.units, Phase.FORWARD, differentiable=True, packs=True) as frame:
             self.first_pass(tensors)
             self.note_generations(frame)
+        for module, key in self.changes:
+            if key not in module._buffers and not turn.changes(module, key):
+                raise ScheduleError(
+                    f'"{key}" of a {type(module).__name__} is changed by every forward. train_batch computes several '
+                    "micro-batches side by side, which would see each other's. Train each by engine(...), "
+                    "engine.backward(loss), engine.step()"
+                )
         return self.finish(self.outputs)
 
     def _unpack(self, packed: Any) -> torch.Tensor:

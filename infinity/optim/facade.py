@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from infinity._native.cpu_adam import AdamStep
+from infinity.errors import OffloadedError
 from infinity.optim.rules import TorchStep
 
 DEFAULTS: dict[str, Any] = {
@@ -39,6 +40,33 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._on_step = on_step
         self._on_zero_grad = on_zero_grad
         super().__init__(groups, defaults)
+        self._is_complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are given to ``infinity.initialize``: which parameters are trained decides what is allocated."""
+        if self.__dict__.get("_is_complete"):
+            raise OffloadedError(
+                "add_param_group: the states of an offloaded model are allocated by infinity.initialize. Give it every "
+                "group, those to be trained later with lr=0"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of the groups, as long as no step was taken; the states are on their tiers."""
+        if self.__dict__.get("_opt_called"):
+            raise OffloadedError(
+                "state_dict: the states of this optimizer are on their tiers and would be missing. Read each with "
+                "infinity.get_full_optimizer_state(p, name), the numbers of the groups from optimizer.param_groups"
+            )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the numbers of the groups; states of another run cannot be put onto the tiers by this way."""
+        if state_dict["state"]:
+            raise OffloadedError(
+                "load_state_dict: the states of this optimizer are on their tiers, so those given would be dropped"
+            )
+        super().load_state_dict(state_dict)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step; a closure is called first, as torch does."""
@@ -55,7 +83,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def arguments(self, slot: int, group: int, step: int, grad_scale: float) -> Any:
         """The numbers that one update of a member of ``group`` needs, as they are now."""
-        numbers = {name: value for name, value in self.param_groups[group].items() if name != "params"}
+        numbers = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value  # a scheduler writes to a tensor in place
+            for name, value in self.param_groups[group].items()
+            if name != "params"
+        }
         return TorchStep(slot, group, grad_scale, numbers)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity._native.cpu_adam import Kernels
+from infinity.errors import ScheduleError
 from infinity.optim.updater import SubGroup
 from infinity.tier import StateKind
 
@@ -64,14 +65,27 @@ class TorchRule:
             slot, stand_in = slots[step.slot], self._stand_ins[group.unit.index, step.slot]
             stand_in.data = master[slot.offset : slot.stop].view(slot.shape)
             stand_in.grad = values[StateKind.GRAD][slot.offset : slot.stop].mul_(step.grad_scale).view(slot.shape)
-            self._optimizer.param_groups[step.group].update(step.numbers)
+        given = {piece.step.group: piece.step.numbers for piece in group.pieces}
+        for number, numbers in given.items():
+            self._optimizer.param_groups[number].update(numbers)
         self._optimizer.step()
+        self._check_groups(given)
         for piece in group.pieces:
             stand_in = self._stand_ins[group.unit.index, piece.step.slot]
             stand_in.grad = None
             stand_in.data = shape_alone(tuple(stand_in.shape))
             if copy is not None:
                 copy[piece.start : piece.stop].copy_(master[piece.start : piece.stop])
+
+    def _check_groups(self, given: dict[int, dict[str, Any]]) -> None:
+        """Raises if the optimizer remembers something in a group, which its next unit would not be told."""
+        for number, numbers in given.items():
+            for name, value in numbers.items():
+                if self._optimizer.param_groups[number][name] is not value:
+                    raise ScheduleError(
+                        f'{type(self._optimizer).__name__} changed "{name}" of a parameter group in its step. It is '
+                        "run unit by unit, so it can only remember what belongs to one parameter; use another"
+                    )
 
 
 def shape_alone(shape: tuple[int, ...]) -> torch.Tensor:
