@@ -41,7 +41,6 @@ ALL_ON_NVME = dict.fromkeys(("param", "grad", "master", "exp_avg", "exp_avg_sq")
 FIO_BYTES = 1 << 30
 QUIET = 0.2
 """Processors that others may keep busy during a round before it is tried again."""
-TRIES = 3
 
 
 def ours(placement: str, swap: str, name: str | None = None, **options: Any) -> Spec:
@@ -69,10 +68,10 @@ def one_round(contestant: Contestant, steps: int) -> Round:
     return Round(seconds, cpu, tuple(answer["losses"]), max(0.0, foreign), answer["split"])
 
 
-def quiet_round(contestant: Contestant, steps: int) -> tuple[Round, list[float]]:
+def quiet_round(contestant: Contestant, steps: int, tries: int) -> tuple[Round, list[float]]:
     """The round least disturbed by others, out of a few if need be, with the losses of all."""
     tried: list[Round] = []
-    while not tried or (len(tried) < TRIES and tried[-1].foreign > QUIET):
+    while not tried or (len(tried) < tries and tried[-1].foreign > QUIET):
         tried.append(one_round(contestant, steps))
     return min(tried, key=lambda each: each.foreign), [loss for each in tried for loss in each.losses]
 
@@ -91,6 +90,7 @@ def compete(
     rounds: int,
     steps: int,
     between: Callable[[], object] | None = None,
+    tries: int = 1,
 ) -> Group:
     """Lets the contestants take turns after one round that does not count."""
     group = Group(title, task)
@@ -104,7 +104,7 @@ def compete(
             order = order[first:] + order[:first]
             for name, contestant in order if turn % 2 == 0 else reversed(order):
                 try:
-                    taken, losses = quiet_round(contestant, steps)
+                    taken, losses = quiet_round(contestant, steps, tries)
                 except Unavailable as why:
                     group.missing[name] = str(why)
                     field.running.pop(name)
@@ -141,16 +141,16 @@ def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def on_nvme(title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int, swap: str) -> Group:
+def on_nvme(title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int, swap: str, tries: int = 1) -> Group:
     """A group with fio between its rounds, so that the floor is that of the same minutes."""
     with ExitStack() as stack:
         try:
             disk = stack.enter_context(MixedDisk(swap, FIO_BYTES if task.shape.d_model > 64 else 1 << 20))
         except NoFio as why:
-            group = compete(title, task, specs, rounds, steps)
+            group = compete(title, task, specs, rounds, steps, tries=tries)
             group.missing["fio"] = str(why)
             return group
-        group = compete(title, task, specs, rounds, steps, disk.sample)
+        group = compete(title, task, specs, rounds, steps, disk.sample, tries)
         if disk.rates:
             group.floor["fio mixed GB/s"] = statistics.median(disk.rates)
     return group
@@ -200,6 +200,7 @@ class Bench:
         self.shape: Shape = SHAPES[chosen.shape]
         self.swap = os.path.abspath(chosen.swap)
         self.rounds: int = chosen.rounds
+        self.tries: int = chosen.tries
         self.tokens: int = chosen.tokens
         self.long_tokens: int = chosen.long_tokens
         self.threads: int = chosen.threads
@@ -210,10 +211,10 @@ class Bench:
         self.profile: Path | None = chosen.profile
 
     def compete(self, title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int) -> Group:
-        return compete(title, task, self.traced(title, task, specs), rounds, steps)
+        return compete(title, task, self.traced(title, task, specs), rounds, steps, tries=self.tries)
 
     def on_nvme(self, title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: int) -> Group:
-        return on_nvme(title, task, self.traced(title, task, specs), rounds, steps, self.swap)
+        return on_nvme(title, task, self.traced(title, task, specs), rounds, steps, self.swap, self.tries)
 
     def traced(self, title: str, task: Task, specs: Sequence[Spec]) -> list[Spec]:
         """The same contestants; ours write what they did into the folder for traces, if there is one."""
@@ -371,6 +372,7 @@ def main() -> None:
     parser.add_argument("--shape", default="185m", choices=SHAPES)
     parser.add_argument("--swap", default="runs/bench-step", help="a directory on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant; take 7 or more")
+    parser.add_argument("--tries", type=int, default=3, help="how often a round that others disturb is taken at most")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--long-tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -116,7 +116,7 @@ def test_a_disturbed_round_is_tried_again_its_losses_count(monkeypatch: pytest.M
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(bench_step, "busy_seconds", lambda: next(used))
     contestant = Scripted()
-    kept, losses = quiet_round(contestant, 2)  # type: ignore[arg-type]
+    kept, losses = quiet_round(contestant, 2, tries=5)  # type: ignore[arg-type]
     assert kept.foreign == pytest.approx(0.1)
     assert losses == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
 
