@@ -3,10 +3,11 @@
     python -m bench.step [--groups memory,nvme,...] [--dtypes bf16,fp32] [--shape 185m] [--swap DIR] [--rounds 7]
 
 Every contestant lives in a process of its own and trains the same model from the same seed on the same data. Within a
-group they take turns, a few consecutive steps each, in another order every round, because machines drift; a time is
-that of the steps with everything settled at the end, divided by their number, so an update that overlaps the next
-forward counts as the user sees it. A round during which other processes kept the processors busy is tried again, a few
-times; what they took in the end is in the table. A ratio is the median over the rounds of the ratio within the round.
+group they take turns, a few consecutive steps each, in another order every round, because machines drift. A time is
+the interval between the ends of consecutive steps, as in a long run, so an update that overlaps the next forward counts
+as the user sees it; "settled" divides the time until the last update is over by the steps. A round during which other
+processes kept the processors busy is tried again, a few times; what they took in the end is in the table. A ratio is
+the median over the rounds of the ratio within the round.
 In bf16 plain PyTorch has fp32 masters, as ours and DeepSpeed's have; "plain pure" has none.
 
 Groups: ``memory`` (states in memory), ``peers`` (FSDP2, DeepSpeed in memory), ``nvme`` (states on NVMe, with what the
@@ -64,8 +65,8 @@ def one_round(contestant: Contestant, steps: int) -> Round:
     busy, start = busy_seconds(), time.perf_counter()
     answer = contestant.ask("steps", count=steps)
     foreign = (busy_seconds() - busy - answer["cpu_seconds"]) / (time.perf_counter() - start)
-    seconds, cpu = answer["seconds"] / steps, answer["cpu_seconds"] / steps
-    return Round(seconds, cpu, tuple(answer["losses"]), max(0.0, foreign), answer["split"])
+    settled, cpu = answer["seconds"] / steps, answer["cpu_seconds"] / steps
+    return Round(answer["interval"], cpu, tuple(answer["losses"]), max(0.0, foreign), answer["split"], settled)
 
 
 def quiet_round(contestant: Contestant, steps: int, tries: int) -> tuple[Round, list[float]]:
@@ -239,7 +240,7 @@ class Bench:
 
     def memory(self, dtype: str) -> None:
         specs = [PLAIN, ours("none", self.swap), ours("host", self.swap)]
-        group = self.compete("In memory", self.task(dtype), specs, self.rounds, 3)
+        group = self.compete("In memory", self.task(dtype), specs, self.rounds, 4)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
         self.note(f"none_over_plain{suffix}", group.ratio("ours/none", "plain"))
         self.note(f"host_over_plain{suffix}", group.ratio("ours/host", "plain"))
@@ -251,7 +252,7 @@ class Bench:
         torchs = [PLAIN, mine, Spec("fsdp2", "fsdp2")] + ([PURE] if dtype != "fp32" else [])
         theirs = [mine, deepspeed("none", self.swap), deepspeed("cpu", self.swap)]
         for title, specs in (("PyTorch in memory", torchs), ("DeepSpeed in memory", theirs)):
-            group = self.compete(title, self.task(dtype), specs, self.rounds, 3)
+            group = self.compete(title, self.task(dtype), specs, self.rounds, 4)
             for spec in specs:
                 if spec not in (PLAIN, mine):
                     other = spec.name.replace("/", "_").replace(" ", "_")
@@ -260,7 +261,7 @@ class Bench:
 
     def nvme(self, dtype: str) -> None:
         specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap), deepspeed("nvme", self.swap)]
-        group = self.on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 3)
+        group = self.on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 4)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
         self.note(f"nvme_over_floor{suffix}", add_floor(group, "ours/nvme"))
         self.note(f"all_nvme_over_floor{suffix}", add_floor(group, "ours/all-nvme"))
@@ -273,7 +274,7 @@ class Bench:
             return
         specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap)]
         task = self.task(dtype, tokens=self.long_tokens)
-        group = self.on_nvme("Long sequence on NVMe", task, specs, self.rounds, 2)
+        group = self.on_nvme("Long sequence on NVMe", task, specs, self.rounds, 3)
         add_floor(group, "ours/all-nvme")
         self.note("nvme_2048_over_plain", group.ratio("ours/all-nvme", "plain"))
         self.note("nvme_2048_grads_in_host_over_plain", group.ratio("ours/nvme", "plain"))
@@ -287,7 +288,7 @@ class Bench:
             ours("all-nvme", self.swap, "ours/all-nvme"),
             ours("all-nvme", self.swap, "ours/all-nvme layer-major", layer_major=True),
         ]
-        eight = self.compete("Eight micro-batches", self.task(dtype, micro_batches=8), specs, self.rounds, 1)
+        eight = self.compete("Eight micro-batches", self.task(dtype, micro_batches=8), specs, self.rounds, 2)
         ordinary, layered = (spec.name for spec in specs)
         self.note("layer_major_over_ordinary", eight.ratio(layered, ordinary))
         self.groups += [single, eight]
@@ -337,7 +338,7 @@ class Bench:
             return
         specs = [ours("all-nvme", self.swap), ours("nvme", self.swap)]
         task = self.task(dtype, shape=SHAPES["1.3b"] if self.shape.d_model > 64 else self.shape)
-        groups = [self.on_nvme("1.3 B on NVMe", task, [spec], 2, 1) for spec in specs]
+        groups = [self.on_nvme("1.3 B on NVMe", task, [spec], 2, 2) for spec in specs]
         self.groups += groups
 
     def json(self) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from bench.step_contestants import Task
 
 @dataclass(frozen=True)
 class Round:
-    """Consecutive steps of one contestant, settled at the end."""
+    """Consecutive steps of one contestant, settled at the end.
+
+    ``seconds_per_step`` is the interval between the ends of two steps, as in a long run: ours returns while the update
+    is in flight and overlaps it with the next forward. ``settled`` is all the time until everything is done, divided by
+    the steps, so the last update, which nothing overlaps, counts as well.
+    """
 
     seconds_per_step: float
     cpu_per_step: float
@@ -20,6 +25,7 @@ class Round:
     foreign: float = 0.0
     """Processors kept busy by other processes."""
     split: dict[str, float] = field(default_factory=dict)
+    settled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,12 @@ class Group:
     def times(self, name: str) -> list[float]:
         return [each.seconds_per_step for each in self.rounds[name]]
 
+    def settled_ratio(self, name: str, other: str) -> Ratio | None:
+        """The same of the times that count the last update in full."""
+        if name not in self.rounds or other not in self.rounds:
+            return None
+        return Ratio.of([each.settled for each in self.rounds[name]], [each.settled for each in self.rounds[other]])
+
     def median(self, name: str) -> float:
         """Seconds per step."""
         return statistics.median(self.times(name))
@@ -95,9 +107,9 @@ class Group:
             f"### {self.title}: {task.dtype}, {task.tokens} tokens, {task.threads} threads, "
             f"{task.micro_batches} micro-batch{'es' if task.micro_batches > 1 else ''}",
             "",
-            "| | s/step | to plain | CPU s | CPUs of others | tokens/s | peak RSS over import, MiB "
-            f"| read, written MB/step | loss of step 1, 2, {last + 1} | split, s |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            "| | s/step | to plain | settled s/step | to plain | CPU s | CPUs of others | tokens/s "
+            f"| peak RSS over import, MiB | read, written MB/step | loss of step 1, 2, {last + 1} | split, s |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for name in self.rounds:
             facts, times = self.facts[name], sorted(self.times(name))
@@ -107,10 +119,12 @@ class Group:
             foreign = statistics.median(each.foreign for each in self.rounds[name])
             moved = ", ".join(f"{facts[key] / steps / 1e6:.0f}" for key in ("read_bytes", "write_bytes"))
             tokens = task.tokens * task.micro_batches / self.median(name)
+            settled, whole = self.settled_ratio(name, "plain"), statistics.median(e.settled for e in self.rounds[name])
             cpu = statistics.median(each.cpu_per_step for each in self.rounds[name])
             split = ", ".join(f"{key} {value:.3f}" for key, value in where(self.split(name)).items() if value >= 5e-4)
             lines.append(
-                f"| {name} | {self.median(name):.3f} ({times[0]:.3f} to {times[-1]:.3f}) | {ratio or ''} | {cpu:.2f} "
+                f"| {name} | {self.median(name):.3f} ({times[0]:.3f} to {times[-1]:.3f}) | {ratio or ''} "
+                f"| {whole:.3f} | {settled or ''} | {cpu:.2f} "
                 f"| {foreign:.2f} | {tokens:.0f} | {(facts['peak_rss'] - facts['import_rss']) / 2**20:.0f} | {moved} "
                 f"| {losses[0]:.4f}, {losses[1]:.4f}, {losses[last]:.4f} | {split} |"
             )
@@ -133,6 +147,7 @@ class Group:
             "threads": self.task.threads,
             "micro_batches": self.task.micro_batches,
             "seconds_per_step": {name: self.times(name) for name in self.rounds},
+            "settled_per_step": {name: [each.settled for each in rounds] for name, rounds in self.rounds.items()},
             "cpu_per_step": {name: [each.cpu_per_step for each in rounds] for name, rounds in self.rounds.items()},
             "foreign": {name: [each.foreign for each in rounds] for name, rounds in self.rounds.items()},
             "losses": self.losses,

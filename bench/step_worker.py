@@ -3,12 +3,13 @@
 Each line on standard input is ``{"op": ...}``, each answer one line on standard output, {"error": ...} where it failed:
 
     {"op": "build", "trainer", "shape", "dtype", "tokens", "threads", "micro_batches", "options"} -> {"seconds"}
-    {"op": "steps", "count"}          -> {"seconds", "cpu_seconds", "losses", "split"}
+    {"op": "steps", "count"}          -> {"seconds", "interval", "cpu_seconds", "losses", "split"}
     {"op": "facts"}                   -> {"import_rss", "peak_rss", "read_bytes", "write_bytes", "steps", ...}
     {"op": "adam", "numel", "dtype"}  -> {"seconds"}
     {"op": "close"}                   -> {}
 
-Steps are consecutive, all settled at the end; adam is our kernel alone on so many parameters.
+Steps are consecutive, all settled at the end; the interval is that between the returns of two steps; adam is our
+kernel alone on so many parameters.
 """
 
 from __future__ import annotations
@@ -79,13 +80,16 @@ class Worker:
         losses = []
         before = self._split()
         cpu, start = cpu_seconds(), time.perf_counter()
+        returned = []
         for n in range(count):
             losses += self._trainer.step(data[n * each : (n + 1) * each])
+            returned.append(time.perf_counter())
         self._trainer.settle()
         seconds = time.perf_counter() - start
         self._done += count
         return {
             "seconds": seconds,
+            "interval": (returned[-1] - returned[0]) / (count - 1) if count > 1 else seconds,
             "cpu_seconds": cpu_seconds() - cpu,
             "losses": [float(loss) for loss in losses],
             "split": {name: (value - before.get(name, 0.0)) / count for name, value in self._split().items()}

@@ -107,7 +107,13 @@ class Scripted:
 
     def ask(self, op: str, count: int) -> dict[str, Any]:
         self.asked += 1
-        return {"seconds": 1.0, "cpu_seconds": 0.0, "losses": [float(self.asked)] * count, "split": {}}
+        return {
+            "seconds": 1.0,
+            "interval": 0.25,
+            "cpu_seconds": 0.0,
+            "losses": [float(self.asked)] * count,
+            "split": {},
+        }
 
 
 def test_a_disturbed_round_is_tried_again_its_losses_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +124,7 @@ def test_a_disturbed_round_is_tried_again_its_losses_count(monkeypatch: pytest.M
     contestant = Scripted()
     kept, losses = quiet_round(contestant, 2, tries=5)  # type: ignore[arg-type]
     assert kept.foreign == pytest.approx(0.1)
+    assert (kept.seconds_per_step, kept.settled) == (0.25, 0.5)
     assert losses == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
 
 
