@@ -67,3 +67,11 @@ class NonFiniteError(InfinityError, ArithmeticError):
 
 class ScheduleError(InfinityError, RuntimeError):
     """Forward, backward and step were called in an order that cannot give a right result."""
+
+
+class RankError(InfinityError, RuntimeError):
+    """A rank that died, raised, left or went another way than the rest; ``rank`` is the one to look at."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)

@@ -3,25 +3,97 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-from infinity.errors import ConfigError
+import torch
+
+from infinity.comm.lane import CommLane
+from infinity.comm.transport import Transport, ranks_expected
+from infinity.device.lane import DONE, Ticket
+from infinity.obs.ledger import Ledger
 
 
-@dataclass(frozen=True)
 class Group:
-    """This process among its peers. At world size 1 every collective is the identity, so none is called."""
+    """This process among its peers. Alone every exchange is the identity, and nothing is ever sent.
 
-    rank: int
-    world_size: int
+    All ranks call the same methods with the same ``name`` in the same order; a rank that does not ends the others with
+    an error that tells the names. What is called here waits until it is done.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.local_rank = 0
+        self.local_world_size = 1
+
+    def talk(self, name: str, words: bytes = b"") -> list[bytes]:
+        """Gives every rank the words of all, in the order of the ranks; any length, also different ones."""
+        return [words]
+
+    def barrier(self, name: str) -> None:
+        """Returns when every rank has come here."""
+
+    def broadcast(self, name: str, tensor: torch.Tensor, source: int) -> None:
+        """Overwrites ``tensor`` (contiguous, same shape and dtype on all ranks) with that of ``source``."""
+
+    def pieces(self, name: str, pieces: Sequence[torch.Tensor]) -> None:
+        """Fills in every piece but this rank's own, ``pieces[rank]``, from the rank that has it; sizes may differ."""
+
+    def gather(self, unit: int, unit_name: str, flat: torch.Tensor, after: Ticket, *, backward: bool = False) -> Ticket:
+        """Fills ``flat`` (uint8, ``world_size`` equal slices), of which slice ``rank`` is there after ``after``."""
+        return after
+
+    def reduce(self, unit: int, unit_name: str, flags: bytes, flat: torch.Tensor) -> Ticket:
+        """Takes slice k of ``flat`` (uint8, ``world_size`` equal slices) to the sink of rank k, in rank order there."""
+        return DONE
+
+    def serve(
+        self,
+        shard: Callable[[int], torch.Tensor],
+        sink: Callable[[int, bytes, torch.Tensor], None],
+        staging: torch.Tensor,
+        slice_bytes: Mapping[int, int],
+    ) -> None:
+        """What the lane works with: ``shard`` reads a unit's own slice, ``sink`` takes one rank's gradients of it."""
+
+    def trace(self) -> bytes:
+        """Says in which order this rank asked for units since the last call; ranks that did the same say the same."""
+        return b""
+
+    def begin_step(self, step: int) -> None:
+        """Names the step in messages from now on."""
+
+    def close(self) -> None:
+        """Takes leave of the others."""
 
 
-def open_group() -> Group:
-    """The group that the launcher's environment describes."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size}; this version trains on one rank. Start it without torchrun or with "
-            "--nproc_per_node 1"
-        )
-    return Group(rank=0, world_size=1)
+class Ranks(Group):
+    """Several processes, whose exchanges one lane issues in the order of the program."""
+
+    def __init__(self, timeout_seconds: float, ledger: Ledger, delay: Callable[[], None] | None) -> None:
+        transport = Transport(timeout_seconds)
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank % self.local_world_size)))
+        self.lane = CommLane(transport, timeout_seconds, ledger, delay)
+        self.talk = self.lane.talk  # type: ignore[method-assign]
+        self.broadcast = self.lane.broadcast  # type: ignore[method-assign]
+        self.pieces = self.lane.pieces  # type: ignore[method-assign]
+        self.gather = self.lane.gather  # type: ignore[method-assign]
+        self.reduce = self.lane.reduce  # type: ignore[method-assign]
+        self.serve = self.lane.serve  # type: ignore[method-assign]
+        self.trace = self.lane.trace  # type: ignore[method-assign]
+        self.close = self.lane.close  # type: ignore[method-assign]
+
+    def barrier(self, name: str) -> None:
+        self.talk(name)
+
+    def begin_step(self, step: int) -> None:
+        self.lane.step = step
+
+
+def open_group(
+    timeout_seconds: float = 600.0, ledger: Ledger | None = None, delay: Callable[[], None] | None = None
+) -> Group:
+    """The group of torch.distributed if there is one, else the one that the launcher's environment describes."""
+    return Group() if ranks_expected() == 1 else Ranks(timeout_seconds, ledger or Ledger(), delay)

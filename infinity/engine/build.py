@@ -118,6 +118,8 @@ def plan_model(
 def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments: bool = True) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
     group = open_group()
+    if group.world_size != 1:
+        raise ConfigError(f"there are {group.world_size} ranks; this version trains on one")
     _check_supported(config)
     found, plan = plan_for(model, config, world_size=group.world_size, read_ahead=injected.read_ahead, moments=moments)
     threads = config.infinity.adam_threads

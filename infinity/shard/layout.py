@@ -15,12 +15,16 @@ SLOT_ELEMENTS = 32
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter inside a flat buffer; offsets are in elements, equal for every state kind."""
+    """One parameter inside a flat buffer, or the part of it that lies in a shard: what begins at its element ``first``.
+
+    Offsets are in elements, equal for every state kind.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
+    first: int = 0
 
     @property
     def stop(self) -> int:
