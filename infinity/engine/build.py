@@ -27,9 +27,12 @@ from infinity.plan import Plan, PlanLine, plan_memory
 from infinity.plan.memory import READ_AHEAD, slab_classes
 from infinity.plan.placement import STREAMED_KINDS
 from infinity.shard.partition import Partition, partition
+from infinity.storage.activation_file import ActivationFile
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, Store
 from infinity.storage.swap_directory import SwapDirectory
+from infinity.storage.swap_file import SwapFile
+from infinity.stream.activations import Activations, ActivationStream, DeviceActivations
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
@@ -68,6 +71,7 @@ class Parts:
     io: IoEngine | None = None
     stores: dict[StateKind, Store] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
+    activations: Activations = field(default_factory=DeviceActivations)
     params: ParamStream = None  # type: ignore[assignment]
     grads: GradStream = None  # type: ignore[assignment]
     updater: Updater = None  # type: ignore[assignment]
@@ -76,6 +80,7 @@ class Parts:
         """Waits until every update has been made and every write has reached its tier."""
         self.params.settle()
         self.grads.settle()
+        self.activations.settle()
         for store in self.stores.values():
             store.settle()
 
@@ -128,7 +133,8 @@ def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments
     memories: list[HostMemory] = []
     arenas = {}
     for tier in (Tier.DEVICE, Tier.HOST):
-        memory = device.allocate(plan.total(tier)) if tier is Tier.DEVICE else HostMemory(plan.total(tier))
+        nbytes = plan.total(tier) + _activation_room(config, plan, tier)
+        memory = device.allocate(nbytes) if tier is Tier.DEVICE else HostMemory(nbytes)
         memories.append(memory)
         arenas[tier] = Arena(tier, memory.bytes)
     parts = Parts(config, group, device, found, plan, injected.ledger or Ledger(), kernels, arenas, memories)
@@ -148,9 +154,6 @@ def _check_supported(config: Config) -> None:
     partly = [block for block in (zero.offload_param, zero.offload_optimizer) if block and block.ratio != 1.0]
     unsupported = {
         'infinity.device: "cuda"': own.device == "cuda",
-        f'infinity.activations: "{own.activations}"': own.activations != "device",
-        "infinity.placement.activation": own.placement != "auto" and StateKind.ACTIVATION in own.placement,
-        "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
         "infinity.tile_bytes": own.tile_bytes != "auto",
         "infinity.verify": own.verify,
         f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
@@ -168,9 +171,11 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
     placement, partition = parts.plan.placement, parts.partition
     on_nvme = [kind for kind in STREAMED_KINDS if placement[kind] is Tier.NVME and placement.total(kind, partition)]
     extents = _reserve_swap(parts, on_nvme)
-    if on_nvme:
+    spilled = _activation_files(parts)
+    if on_nvme or spilled:
         aio = parts.config.aio
         disks = {extent.file.device for units in extents.values() for extent in units.values()}
+        disks |= {file.device for file in spilled}
         parts.io = open_io_engine(
             parts.config.infinity.io_engine,
             queue_depth=(32 if aio.queue_depth == "auto" else aio.queue_depth) * len(disks),
@@ -191,6 +196,42 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
         pool = None if staging is None else _pool(parts, staging, injected)
         assert parts.io is not None
         parts.stores[kind] = FileStore(parts.io, extents[kind], parts.ledger, pool)
+    _open_activations(parts, spilled, injected)
+
+
+def _activation_room(config: Config, plan: Plan, tier: Tier) -> int:
+    """Bytes that the budget leaves for unit inputs on their way out of the device; nothing of it is touched yet."""
+    budget = plan.budgets[Tier.HOST]
+    if tier is not Tier.HOST or config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE or budget is None:
+        return 0
+    return (budget - plan.total(Tier.HOST)) // PAGE_BYTES * PAGE_BYTES
+
+
+def _activation_files(parts: Parts) -> list[SwapFile]:
+    """An empty file on every disk that unit inputs may go to."""
+    if parts.config.tier_of(StateKind.ACTIVATION) is not Tier.NVME:
+        return []
+    files = []
+    for path in map(os.path.abspath, parts.config.swap_directories(StateKind.ACTIVATION)):
+        owned = next((directory for directory in parts.swap if directory.root == path), None)
+        if owned is None:
+            owned = SwapDirectory(path, rank=parts.group.rank, nbytes=0)
+            parts.swap.append(owned)
+        files.append(owned.create(StateKind.ACTIVATION.value, 0))
+    return files
+
+
+def _open_activations(parts: Parts, files: list[SwapFile], injected: Injected) -> None:
+    config, plan, arena = parts.config, parts.plan, parts.arenas[Tier.HOST]
+    if config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE:
+        return
+    region = arena.carve(_activation_room(config, plan, Tier.HOST), "unit inputs")
+    spill = None
+    if files:
+        assert parts.io is not None
+        space = plan.budgets[Tier.NVME]
+        spill = ActivationFile(parts.io, files, None if space is None else space - plan.total(Tier.NVME), parts.ledger)
+    parts.activations = ActivationStream(arena, region, spill, parts.ledger, poison=injected.poison)
 
 
 def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, dict[int, Extent]]:

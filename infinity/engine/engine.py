@@ -250,8 +250,9 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What was allocated."""
-        return self._parts.plan
+        """What was allocated; unit inputs away from the device are in it once the first step has shown their sizes."""
+        plan, usage = self._parts.plan, self._parts.activations.usage()
+        return plan.with_unit_inputs(usage["host"], usage["nvme"])
 
     @property
     def loss_scale(self) -> float:
@@ -275,14 +276,14 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """Bytes per tier against budget and plan, bytes and seconds per link, waits by cause, all since the start."""
-        parts = self._parts
+        parts, plan = self._parts, self.plan
         ledger = parts.ledger
         tiers = {}
         for tier in Tier:
-            peak = parts.arenas[tier].peak if tier in parts.arenas else parts.plan.total(tier)
+            peak = parts.arenas[tier].peak if tier in parts.arenas else plan.total(tier)
             tiers[tier.value] = {
-                "budget_bytes": parts.plan.budgets[tier],
-                "planned_bytes": parts.plan.total(tier),
+                "budget_bytes": plan.budgets[tier],
+                "planned_bytes": plan.total(tier),
                 "peak_bytes": peak,
             }
         links = ("nvme_read", "nvme_write", "host_to_device", "device_to_host")

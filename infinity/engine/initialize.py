@@ -93,6 +93,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     group_of = {places[id(p)]: number for number, group in enumerate(groups or []) for p in group["params"]}
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
+    runtime.activations = parts.activations
     runtime.settle_parts = parts.settle
     runtime.timeout_seconds = parts.config.infinity.timeout_seconds
     runtime.stores = parts.stores

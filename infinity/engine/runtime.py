@@ -22,6 +22,7 @@ from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import Placement
 from infinity.storage.store import Store
+from infinity.stream.activations import Activations, DeviceActivations
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream, Phase
 from infinity.tier import StateKind
@@ -132,6 +133,7 @@ class Runtime:
         self.accumulation_steps = 1
         self.loss_is_scaled = False
         self.param_tier = "host"
+        self.activations: Activations = DeviceActivations()
         self.settle_parts: Callable[[], None]
         self.stores: dict[StateKind, Store]
         self.placement: Placement

@@ -19,8 +19,12 @@ class Tree:
 
     def __init__(self, value: Any) -> None:
         self.leaves: list[Any] = []
-        self._containers: list[Any] = []
         self._shape = self._take(value)
+
+    def forget_values(self) -> None:
+        """Lets the members go; what ``filled`` puts together later stands for nothing of the original."""
+        self.leaves = []
+        self._shape = _without_originals(self._shape)
 
     def filled(self, leaves: Sequence[Any]) -> Filled:
         """The same value with ``leaves`` in the places of its own."""
@@ -66,6 +70,10 @@ class _Shape:
 _LEAF = _Shape(None, [], None)
 
 
+def _without_originals(shape: _Shape) -> _Shape:
+    return _Shape(None, [_without_originals(member) for member in shape.members], shape.build)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in ``value``."""
     return [leaf for leaf in Tree(value).leaves if isinstance(leaf, torch.Tensor)]
@@ -97,6 +105,9 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         if hasattr(value, "_fields"):
             return list(value), lambda members: kind(*members)
         return (list(value), kind) if hasattr(value, "n_sequence_fields") else None
+    if kind is dict:
+        keys = tuple(value)  # not the dict itself, which would keep its members alive
+        return list(value.values()), lambda members: dict(zip(keys, members, strict=True))
     if isinstance(value, (dict, UserDict)):
         return list(value.values()), lambda members: _dict_like(value, members)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -107,8 +118,6 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def _dict_like(value: Any, members: list[Any]) -> Any:
-    if type(value) is dict:
-        return dict(zip(value, members, strict=True))
     like = copy.copy(value)
     for key, member in zip(tuple(value), members, strict=True):
         like[key] = member

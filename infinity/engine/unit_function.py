@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError
+from infinity.stream.activations import ON_DEVICE, Inputs
 from infinity.stream.params import Phase
 
 _PLAIN = (
@@ -161,6 +163,7 @@ class Call:
         self.mode: tuple[bool, ...] = ()
         self.fingerprint: list[int] = []
         self.inputs: list[torch.Tensor] = []
+        self.moved: Inputs = ON_DEVICE
         self.outputs: list[torch.Tensor] | None = None
         self.dirty: list[tuple[torch.Tensor, int]] = []
         self.running = False
@@ -218,7 +221,7 @@ class Call:
         rng = runtime.device.rng_state() if self.recompute else None
         drawn = draws_elsewhere() if self.recompute and not steady else ()
         self.inputs = leaves_like(tensors)
-        pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, self._unpack)
+        pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, _unpacker(self))
         self.running = True
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             given = aliases(self.inputs)
@@ -237,6 +240,14 @@ class Call:
             self.inputs = []
         return given
 
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Lets go of everything but the inputs, which go where they are to be until backward; those that stay."""
+        runtime = self.entry.runtime
+        self.outputs = None
+        self._given.forget_values()
+        self.moved, staying = runtime.activations.keep(tensors, lambda tensor: runtime.lent(tensor) is not None)
+        return staying
+
     def open(self, turn: Turn, tensors: Sequence[torch.Tensor]) -> Any:
         """Forward of the whole model for one of several micro-batches; its graph waits for their common backward."""
         entry, runtime = self.entry, self.entry.runtime
@@ -254,10 +265,6 @@ class Call:
                 )
         return self.finish(self.outputs)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        self.looked_back |= self.running
-        return self.entry.runtime.unpack(packed)
-
     def _gone(self, packed: Any) -> torch.Tensor:
         if self.running:
             raise self.entry.refuse("takes a gradient inside its forward")
@@ -272,7 +279,7 @@ class Call:
         now = device.rng_state() if self.rng is not None else None
         if self.rng is not None:
             device.set_rng_state(self.rng)
-        inputs = leaves_like(saved)
+        inputs = leaves_like(self.moved.tensors(saved))
         try:
             with torch.enable_grad(), device.autocast(self.autocast), entry.state.in_mode(self.mode):
                 outputs = self.compute(inputs)
@@ -330,13 +337,12 @@ class UnitFunction(torch.autograd.Function):
             inner = call.outputs or []
             outputs = [runtime.owned(output.detach()) for output in inner]
             call.note_generations(frame)
-        written = {id(t): n for n, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version(t) != v}
-        if call.recompute:
-            if written:
-                raise entry.refuse("changes one of its arguments in place")
-            ctx.save_for_backward(*tensors)
-            call.outputs = None
-        else:
+            written = {id(t): n for n, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version(t) != v}
+            if call.recompute:
+                if written:
+                    raise entry.refuse("changes one of its arguments in place")
+                ctx.save_for_backward(*call.keep(tensors))
+        if not call.recompute:
             inner += [given[n] for n in written.values()]
             call.dirty = [(tensors[n], tensors[n]._version) for n in written.values()]
             outputs += [tensor for tensor, _ in call.dirty]
@@ -358,7 +364,8 @@ class UnitFunction(torch.autograd.Function):
         call.check_generations()
         factor = runtime.loss_factor() if call.outermost else 1.0
         with runtime.frame(entry.name, entry.units, Phase.BACKWARD, differentiable=True):
-            retain = not call.recompute and torch._C._autograd._get_current_graph_task_keep_graph()
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            retain = again and not call.recompute
             inputs, outputs = call.compute_again(saved) if call.recompute else call.kept(retain=retain)
             pairs = [
                 (output, gradient if factor == 1.0 else gradient * factor)
@@ -366,6 +373,8 @@ class UnitFunction(torch.autograd.Function):
                 if gradient is not None and output.requires_grad
             ]
             received = _flow(pairs, inputs, retain) if pairs else [None] * len(inputs)
+            del inputs, outputs, pairs
+            call.moved.release(again=again)
             runtime.grads_complete(entry.units)
         return (None, None, *(g if g is None or factor == 1.0 else g / factor for g in received))
 
@@ -388,6 +397,19 @@ def _flow(
 
 def _is_computed(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _unpacker(call: Call) -> Callable[[Any], torch.Tensor]:
+    """Unpacks for a call without keeping it alive: it owns the graph whose saved tensors own this."""
+    known, runtime = weakref.ref(call), call.entry.runtime
+
+    def unpack(packed: Any) -> torch.Tensor:
+        call = known()
+        if call is not None:
+            call.looked_back |= call.running
+        return runtime.unpack(packed)
+
+    return unpack
 
 
 def _nothing(tensor: torch.Tensor) -> None:

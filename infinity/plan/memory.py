@@ -74,6 +74,13 @@ class Plan:
         """Planned bytes of ``tier``."""
         return sum(line.total for line in self.lines if line.tier is tier)
 
+    def with_unit_inputs(self, host: int, nvme: int) -> Plan:
+        """The plan with what the inputs of recomputed units need away from the device, in bytes."""
+        inputs = PlanLine(Tier.HOST, "unit inputs" if not nvme else "unit inputs, window", 1, host)
+        swap = PlanLine(Tier.NVME, "unit inputs, swap", 1, nvme)
+        lines = tuple(line for line in (inputs, swap) if line.nbytes)
+        return replace(self, lines=self.lines + lines) if lines else self
+
     def render(self) -> str:
         """The plan as a table of plain text."""
         head = f"{self.parameters:,} parameters, {self.trained_parameters:,} trained"

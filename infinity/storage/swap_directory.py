@@ -52,6 +52,8 @@ class SwapDirectory:
         path = os.path.join(self.path, name + SWAP_SUFFIX)
         file = open_file(path, create=True)
         self._files.append(file)
+        if not nbytes:
+            return file  # posix_fallocate takes no zero; this one grows later
         try:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:

@@ -23,10 +23,18 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
         assert engine(torch.zeros(1, 4)).shape == (1, 4)
 
 
-def test_activations_on_another_tier_are_refused_however_they_are_asked_for(tmp_path: Path) -> None:
-    for own in ({"placement": {"activation": "nvme"}, "nvme_path": str(tmp_path)}, {"activations": "host"}):
-        with pytest.raises(infinity.ConfigError, match=r"activation.* is not available in this version"):
-            infinity.initialize(nn.Linear(4, 4), {**ADAM, "zero_optimization": {"stage": 3}, "infinity": own})
+def test_activations_on_another_tier_can_be_asked_for_in_three_ways(tmp_path: Path) -> None:
+    own = {"placement": {"activation": "nvme"}, "nvme_path": str(tmp_path)}
+    for asked in (
+        {"infinity": own},
+        {"infinity": {"activations": "host"}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+    ):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        engine, *_ = infinity.initialize(model, {**ADAM, "zero_optimization": {"stage": 3}, **asked})
+        with engine:
+            engine.backward(engine(torch.ones(16, 64)).sum())
+            assert any(line.purpose.startswith("unit inputs") for line in engine.plan.lines)
 
 
 def test_train_batch_takes_what_it_needs_from_an_iterator() -> None:
