@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from infinity.engine import layer_major
-from infinity.engine.access import full_state
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
+from infinity.engine.keeping import Keeping
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
 from infinity.errors import ScheduleError
@@ -32,7 +32,7 @@ from infinity.tier import Tier
 log = logging.getLogger("infinity")
 
 
-class Engine:
+class Engine(Keeping):
     """A model in training whose states stream between tiers.
 
     ``engine(x)`` is ``model(x)``; ``engine.backward(loss)`` deposits gradients; ``engine.step()`` acts at every
@@ -305,14 +305,6 @@ class Engine:
             "io_engine": parts.io.backend if parts.io is not None else "none",
             "isa": parts.kernels.isa,
         }
-
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
-        return full_state(self.module, self._runtime)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole fp32 state on the CPU, outside the budgets; ``iter_state`` needs one tensor's memory only."""
-        return dict(self.iter_state())
 
     # End --------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,22 @@ class TorchRule:
         self._optimizer = optimizer
         self._stand_ins = stand_ins
 
+    @property
+    def name(self) -> str:
+        """The optimizer's class name."""
+        return type(self._optimizer).__name__
+
+    def state_of(self, unit: int, slot: int) -> dict[str, Any]:
+        """What the optimizer remembers about one parameter; empty if nothing."""
+        stand_in = self._stand_ins.get((unit, slot))
+        return {} if stand_in is None else dict(self._optimizer.state.get(stand_in, {}))
+
+    def set_state(self, unit: int, slot: int, state: dict[str, Any]) -> None:
+        """Replaces what the optimizer remembers about one parameter."""
+        stand_in = self._stand_ins.get((unit, slot))
+        if stand_in is not None:
+            self._optimizer.state[stand_in] = dict(state)
+
     def __call__(self, group: SubGroup, values: Values) -> None:
         master, copy = _master_and_copy(values)
         slots = group.unit.layout.slots

@@ -1,0 +1,1 @@
+"""Checkpoints: everything a run is made of, in files that outlive it."""

@@ -1,0 +1,164 @@
+"""Streams saved values onto the tiers of a model, however that is cut or placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.errors import CheckpointError
+from infinity.memory.host import HostMemory
+from infinity.plan.placement import Placement
+from infinity.shard.partition import Unit
+from infinity.storage.store import Store
+from infinity.tier import StateKind
+
+WINDOW_NUMEL = 1 << 20
+
+Reader = Callable[[int, torch.Tensor], None]
+"""Copies a parameter's flattened elements from a position on into a 1-D tensor of any floating dtype."""
+
+
+@dataclass
+class Difference:
+    """How a model and what was saved do not match, one list of names per way."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+
+    def check(self, path: str, *, strict: bool) -> None:
+        """Raises for everything at once; not strict, for wrong shapes alone."""
+        told = [f"{len(self.misshaped)} have another shape: {', '.join(self.misshaped)}"] if self.misshaped else []
+        if strict and self.missing:
+            told.append(f"{len(self.missing)} are missing: {', '.join(self.missing)}")
+        if strict and self.unexpected:
+            told.append(f"{len(self.unexpected)} are not in the model: {', '.join(self.unexpected)}")
+        if told:
+            raise CheckpointError(f"{path} does not match the model: {'; '.join(told)}")
+
+
+def compare(
+    shapes: Mapping[str, Sequence[int]],
+    names: Mapping[str, Sequence[str]],
+    saved: Mapping[str, Sequence[int]],
+    owner: Mapping[str, str],
+) -> tuple[dict[str, str], Difference]:
+    """Which saved name serves each name of the model, with everything that does not fit.
+
+    ``names`` are all the names of each of the model's values (tied weights have several), of which any one will do;
+    ``saved`` are all the saved names, ``owner`` leads from each of those that mean the same value to one of them.
+    """
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    difference = Difference()
+    for own, shape in shapes.items():
+        known = [name for name in names[own] if name in saved]
+        used.update(owner.get(name, name) for name in known)
+        if not known:
+            difference.missing.append(own)
+        elif tuple(saved[known[0]]) != tuple(shape):
+            difference.misshaped.append(f"{own} (saved {list(saved[known[0]])}, in the model {list(shape)})")
+        else:
+            found[own] = known[0]
+    difference.unexpected = [name for name in saved if owner.get(name, name) == name and name not in used]
+    return found, difference
+
+
+def parameter_names(unit: Unit, slot: int) -> list[str]:
+    """Every name under which a parameter is known, its own first."""
+    return [f"{path}.{name}" if path else name for path, name in unit.homes[slot]]
+
+
+class StateWriter:
+    """Fills a unit's states on their tiers, window by window, keeping the elements that nobody gives."""
+
+    def __init__(self, placement: Placement, stores: dict[StateKind, Store]) -> None:
+        self._placement, self._stores = placement, stores
+        self._memory: dict[int, HostMemory] = {}
+
+    def fill(self, unit: Unit, kinds: Sequence[StateKind], readers: Mapping[int, Reader]) -> None:
+        """Gives every kind the same values: those of each slot from its reader, by slot number.
+
+        The first kind is the most precise one; the others are it, rounded.
+        """
+        slots = unit.layout.slots
+        complete = len(readers) == len(slots)
+        for start, stop in _windows(unit.layout.shard_numel):
+            inside = [number for number in readers if slots[number].offset < stop and start < slots[number].stop]
+            if not inside:
+                continue
+            first: torch.Tensor | None = None
+            for turn, kind in enumerate(kinds):
+                with _Piece(self, unit, kind, start, stop, turn, keep=not complete) as flat:
+                    for number in inside:
+                        low, high = max(slots[number].offset, start), min(slots[number].stop, stop)
+                        target = flat[low - start : high - start]
+                        if first is None:
+                            readers[number](low - slots[number].offset, target)
+                        else:
+                            target.copy_(first[low - start : high - start])
+                    first = flat if first is None else first
+
+    def free(self) -> None:
+        for memory in self._memory.values():
+            memory.free()
+        self._memory.clear()
+
+    def window(self, turn: int) -> torch.Tensor:
+        """Memory for one kind's window."""
+        if turn not in self._memory:
+            self._memory[turn] = HostMemory(WINDOW_NUMEL * 8)
+        return self._memory[turn].bytes
+
+
+class _Piece:
+    """Elements of a unit's state that are being changed: in place, or in memory that is written on leaving."""
+
+    def __init__(
+        self, writer: StateWriter, unit: Unit, kind: StateKind, start: int, stop: int, turn: int, *, keep: bool
+    ) -> None:
+        self._store = writer._stores[kind]
+        self._unit = unit.index
+        dtype = writer._placement.dtype(kind, unit)
+        self._start = start * dtype.itemsize
+        stop *= dtype.itemsize
+        home = self._store.resident(unit.index)
+        self._in_place = home is not None
+        if home is not None:
+            self._bytes = home[self._start : stop]
+        else:
+            self._bytes = writer.window(turn)[: stop - self._start]
+            if keep:
+                self._store.read(unit.index, self._start, self._bytes).wait()
+            else:
+                self._bytes.zero_()
+        self._flat = self._bytes.view(dtype)
+
+    def __enter__(self) -> torch.Tensor:
+        return self._flat
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and not self._in_place:
+            self._store.write(self._unit, self._start, self._bytes).wait()
+
+
+def _windows(numel: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, numel, WINDOW_NUMEL):
+        yield start, min(start + WINDOW_NUMEL, numel)
+
+
+def reader_of(value: torch.Tensor) -> Reader:
+    """Reads from a tensor in memory."""
+    flat = value.detach().reshape(-1)
+
+    def read(start: int, into: torch.Tensor) -> None:
+        into.copy_(flat[start : start + into.numel()])
+
+    return read
+
+
+def zeros(start: int, into: torch.Tensor) -> None:
+    """Reads zeros."""
+    into.zero_()

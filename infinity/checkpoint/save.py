@@ -1,0 +1,291 @@
+"""Writes a checkpoint straight from the tiers its states are on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.checkpoint import values
+from infinity.checkpoint.disk import Disk, read_file, write_file
+from infinity.checkpoint.folder import INCOMPLETE, Folder
+from infinity.checkpoint.header import CODES, lay_out
+from infinity.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    VERSION,
+    Manifest,
+    RankPart,
+    SavedFile,
+    SavedParameter,
+    SavedUnit,
+    part_name,
+    shard_name,
+    to_json,
+)
+from infinity.checkpoint.output_file import CHUNK_BYTES, OutputFile, Written
+from infinity.comm import Group
+from infinity.config.size import format_bytes
+from infinity.device.lane import DONE, Lane, Ticket
+from infinity.errors import StorageError
+from infinity.memory.host import HostMemory
+from infinity.plan.placement import Placement
+from infinity.shard.partition import Unit
+from infinity.storage.store import Store
+from infinity.tier import StateKind
+
+log = logging.getLogger("infinity")
+
+BUFFERS = "buffers.safetensors"
+FILE_BYTES = 1 << 30
+"""Units that follow each other share a file up to this size."""
+
+WINDOW_BYTES = 8 << 20
+"""Bytes on their way from a swap file to the checkpoint, twice."""
+
+SAVED_KINDS = (StateKind.PARAM, StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that goes into a checkpoint.
+
+    ``steps`` are optimizer steps by unit index with slot number; ``buffers`` by name, ``state`` is the same on every
+    rank, ``rank_state`` this rank's own; both are values that ``checkpoint.values`` knows.
+    """
+
+    units: Sequence[Unit]
+    placement: Placement
+    stores: dict[StateKind, Store]
+    group: Group
+    steps: dict[tuple[int, int], int]
+    buffers: dict[str, torch.Tensor]
+    state: Any
+    rank_state: Any
+    config: dict[str, Any]
+    plan: str
+    step: int
+
+    def kinds(self, unit: Unit) -> list[StateKind]:
+        """What is saved of a unit; a 16-bit copy beside a master is the master rounded, so it is not."""
+        derived = self.placement.has(StateKind.MASTER, unit)
+        return [
+            kind for kind in SAVED_KINDS if self.placement.has(kind, unit) and not (kind is StateKind.PARAM and derived)
+        ]
+
+
+def save(folder: Folder, tag: str, contents: Contents, keep_last: int | None = None) -> str:
+    """Writes the checkpoint ``tag``; returns its directory when it is complete on disk.
+
+    Nothing in ``contents`` may change meanwhile. Extra memory: two windows. Raises ``StorageError`` for a file that
+    could not be written, in which case earlier checkpoints are as they were.
+    """
+    start = time.perf_counter()
+    with folder.writing():
+        directory = folder.prepare(tag)
+        try:
+            nbytes = _Writer(folder.disk, directory, contents).run()
+            path = folder.publish(tag)
+        except BaseException:
+            with suppress(OSError):
+                folder.disk.remove(folder.of(tag) + INCOMPLETE)
+            raise
+        if keep_last is not None:
+            folder.prune(keep_last)
+    seconds = time.perf_counter() - start
+    log.info("checkpoint %s: %s in %.2f s (%.2f GB/s)", path, format_bytes(nbytes), seconds, nbytes / seconds / 1e9)
+    return path
+
+
+@dataclass
+class _Window:
+    memory: HostMemory
+    busy: Ticket = DONE
+
+
+class _Writer:
+    """One rank's part in one checkpoint."""
+
+    def __init__(self, disk: Disk, directory: str, contents: Contents) -> None:
+        self._disk, self._directory, self._contents = disk, directory, contents
+        self._rank = contents.group.rank
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._files: dict[str, OutputFile] = {}
+        self._ends: list[Ticket] = []
+        self._windows: list[_Window] = []
+
+    def run(self) -> int:
+        """Writes everything; returns the bytes."""
+        contents = self._contents
+        shards = _grouped(contents)
+        state = values.encode(contents.state, "state", self._put("state"))
+        rank_state = values.encode(contents.rank_state, "state", self._put("rank"))
+        self._check_space(shards)
+        self._lane = Lane("checkpoint")
+        try:
+            for stem, units in shards.items():
+                self._write_units(shard_name(stem, self._rank), units)
+            self._write_tensors(shard_name("state", self._rank), self._tensors)
+            if self._rank == 0:
+                self._write_tensors(BUFFERS, list(contents.buffers.items()))
+            for window in self._windows:
+                window.busy.wait()
+            for end in self._ends:
+                end.wait()
+        finally:
+            self._lane.close()
+            for file in self._files.values():
+                file.abandon()
+            for window in self._windows:
+                window.memory.free()
+        files = {name: _record(file.written) for name, file in self._files.items()}
+        write_file(self._disk, self._path(part_name(self._rank)), to_json(RankPart(files=files, state=rank_state)))
+        if self._rank == 0:
+            write_file(self._disk, self._path(MANIFEST), to_json(self._manifest(shards, state)))
+        return sum(file.nbytes for file in files.values())
+
+    def _manifest(self, shards: dict[str, list[Unit]], state: Any) -> Manifest:
+        contents, world_size = self._contents, self._contents.group.world_size
+        stem_of = {unit.index: stem for stem, units in shards.items() for unit in units}
+        units = [
+            SavedUnit(
+                name=unit.name,
+                dtype=CODES[unit.layout.dtype],
+                trainable=unit.trainable,
+                shard_numel=unit.layout.shard_numel,
+                kinds=contents.kinds(unit),
+                file=stem_of[unit.index],
+            )
+            for unit in contents.units
+        ]
+        parameters = {
+            slot.name: SavedParameter(
+                unit=unit.index,
+                start=slot.offset,
+                shape=list(slot.shape),
+                steps=contents.steps.get((unit.index, number), 0),
+                also=[f"{path}.{name}" if path else name for path, name in unit.homes[number][1:]],
+            )
+            for unit in contents.units
+            for number, slot in enumerate(unit.layout.slots)
+        }
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            world_size=world_size,
+            chunk_bytes=CHUNK_BYTES,
+            parts={part_name(rank): self._part(part_name(rank)) for rank in range(world_size)},
+            units=units,
+            parameters=parameters,
+            buffers={name: list(value.shape) for name, value in contents.buffers.items()},
+            step=contents.step,
+            state=state,
+            config=contents.config,
+            plan=contents.plan,
+        )
+
+    def _part(self, name: str) -> SavedFile:
+        raw = read_file(self._path(name), MAX_MANIFEST_BYTES)
+        return checksummed(raw)
+
+    def _write_units(self, name: str, units: Iterable[Unit]) -> None:
+        contents = self._contents
+        members = [(unit, kind) for unit in units for kind in contents.kinds(unit)]
+        tensors = [
+            (f"{unit.index}.{kind.value}", contents.placement.dtype(kind, unit), (unit.layout.shard_numel,))
+            for unit, kind in members
+        ]
+        file = self._open(name, tensors)
+        for unit, kind in members:
+            store, nbytes = contents.stores[kind], contents.placement.nbytes(kind, unit)
+            home = store.resident(unit.index)
+            if home is not None:
+                for start in range(0, nbytes, WINDOW_BYTES):
+                    file.append(home[start : min(start + WINDOW_BYTES, nbytes)])
+                continue
+            for start in range(0, nbytes, WINDOW_BYTES):
+                window = self._window()
+                piece = window.memory.bytes[: min(WINDOW_BYTES, nbytes - start)]
+                store.read(unit.index, start, piece).wait()
+                window.busy = file.append(piece)
+        self._ends.append(file.finish())
+
+    def _write_tensors(self, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        file = self._open(name, [(key, value.dtype, tuple(value.shape)) for key, value in tensors])
+        for _, value in tensors:
+            file.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        self._ends.append(file.finish())
+
+    def _open(self, name: str, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> OutputFile:
+        metadata = {"format": "pt", "rank": str(self._rank), "world_size": str(self._contents.group.world_size)}
+        header, _, nbytes = lay_out(tensors, metadata)
+        file = self._files[name] = OutputFile(self._disk, self._path(name), nbytes, self._lane)
+        file.append_header(header)
+        return file
+
+    def _window(self) -> _Window:
+        """The one of two windows that was used longer ago, when its bytes are written."""
+        if len(self._windows) < 2:
+            self._windows.append(_Window(HostMemory(WINDOW_BYTES)))
+            return self._windows[-1]
+        window = self._windows.pop(0)
+        self._windows.append(window)
+        window.busy.wait()
+        return window
+
+    def _put(self, prefix: str) -> values.Put:
+        def put(tensor: torch.Tensor) -> str:
+            name = f"{prefix}.{len(self._tensors)}"
+            self._tensors.append((name, tensor))
+            return name
+
+        return put
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def _check_space(self, shards: dict[str, list[Unit]]) -> None:
+        contents = self._contents
+        units = (unit for members in shards.values() for unit in members)
+        needed = sum(contents.placement.nbytes(kind, unit) for unit in units for kind in contents.kinds(unit))
+        needed += sum(value.nbytes for _, value in self._tensors)
+        status = os.statvfs(self._directory)
+        free = status.f_bavail * status.f_frsize
+        if free < needed * contents.group.world_size:
+            raise StorageError(
+                f"a checkpoint needs {needed * contents.group.world_size} bytes but only {free} are free in",
+                path=os.path.dirname(self._directory),
+                action="Free the difference, save elsewhere, or keep fewer checkpoints",
+            )
+
+
+def _grouped(contents: Contents) -> dict[str, list[Unit]]:
+    """Units by the file they share."""
+    found: dict[str, list[Unit]] = {}
+    used = FILE_BYTES
+    for unit in contents.units:
+        nbytes = sum(contents.placement.nbytes(kind, unit) for kind in contents.kinds(unit))
+        if used + nbytes > FILE_BYTES:
+            found[f"units-{len(found):05}"] = []
+            used = 0
+        next(reversed(found.values())).append(unit)
+        used += nbytes
+    return found
+
+
+def checksummed(raw: bytes) -> SavedFile:
+    """The record of a file that is held in memory."""
+    chunks = range(0, len(raw), CHUNK_BYTES)
+    return SavedFile(nbytes=len(raw), crc32=[zlib.crc32(raw[start : start + CHUNK_BYTES]) for start in chunks])
+
+
+def _record(written: Written) -> SavedFile:
+    return SavedFile(nbytes=written.nbytes, crc32=list(written.crc32))

@@ -1,0 +1,107 @@
+"""What outlives an engine: its checkpoints, its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.engine import persistence
+from infinity.engine.access import full_state
+from infinity.engine.build import Parts
+from infinity.engine.runtime import Runtime
+from infinity.optim.facade import StreamedOptimizer
+from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
+
+COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "_norm")
+
+
+class Keeping:
+    """The part of an engine that saves it, restores it, shows its state."""
+
+    module: nn.Module
+    optimizer: StreamedOptimizer | None
+    lr_scheduler: LRScheduler | None
+    micro_steps: int
+    _parts: Parts
+    _runtime: Runtime
+    _scaler: LossScaler
+    _guard: NonFiniteGuard
+    _steps_of: dict[tuple[int, int], int]
+    _applied: bool
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps of a step."""
+        raise NotImplementedError
+
+    def _synchronise_scale(self) -> None:
+        raise NotImplementedError
+
+    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in fp32 and every persistent buffer, one at a time, tied names included."""
+        return full_state(self.module, self._runtime)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole fp32 state on the CPU, outside the budgets; ``iter_state`` needs one tensor's memory only."""
+        return dict(self.iter_state())
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+    ) -> str:
+        """Writes everything that training goes on from to ``directory/tag``, returned when it is durable.
+
+        ``tag`` is ``global_step<n>`` by default. ``client_state`` may hold numbers, text, lists, tensors, arrays.
+        ``keep_last`` removes all but so many of the newest afterwards. Until the new one is complete the former stays
+        ``latest``, whatever happens. Raises ``StorageError`` for a disk that fails or is full: training may go on.
+        """
+        self._runtime.check()
+        persistence.check_boundary(self.micro_steps, self.gradient_accumulation_steps)
+        return persistence.save_checkpoint(self._training(), directory, tag, client_state, keep_last)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        load_rng_states: bool = True,
+    ) -> tuple[str, dict[str, Any]]:
+        """Goes on from ``directory/tag`` (the latest by default); returns its path, the client state.
+
+        The checkpoint may have been saved with other units, placements, precision, number of ranks. Raises
+        ``CheckpointError``, naming every parameter that does not fit, before anything is changed. Not strict loads
+        what there is. ``load_module_only`` takes the weights and leaves counters, optimizer, scheduler, generators.
+        """
+        training = self._training()
+        result = persistence.load_checkpoint(
+            training,
+            directory,
+            tag,
+            strict=load_module_strict,
+            module_only=load_module_only,
+            optimizer_states=load_optimizer_states,
+            scheduler_states=load_lr_scheduler_states,
+            rng_states=load_rng_states,
+        )
+        self.__dict__.update(training.counters)
+        self._applied = False
+        self._synchronise_scale()
+        return result
+
+    def _training(self) -> persistence.Training:
+        counters = {name: self.__dict__[name] for name in COUNTERS}
+        return persistence.Training(
+            self.module, self._parts, self._runtime, self.optimizer, self.lr_scheduler, self._scaler, self._guard,
+            self._steps_of, counters,
+        )  # fmt: skip

@@ -1,0 +1,339 @@
+"""What is kept of a running engine in a checkpoint, how it comes back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.checkpoint.folder import Folder
+from infinity.checkpoint.load import Reader, StateWriter, compare, parameter_names, zeros
+from infinity.checkpoint.manifest import SavedParameter
+from infinity.checkpoint.read import Checkpoint
+from infinity.checkpoint.save import Contents, save
+from infinity.engine.build import Parts
+from infinity.engine.runtime import Runtime
+from infinity.errors import CheckpointError, ScheduleError, StorageError
+from infinity.optim.facade import StreamedOptimizer
+from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
+from infinity.optim.rules import TorchRule
+from infinity.shard.partition import Unit
+from infinity.tier import StateKind
+
+log = logging.getLogger("infinity")
+
+MOMENTS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+
+
+@dataclass
+class Training:
+    """What an engine has beside its parts; ``counters`` and ``steps_of`` are the engine's own, changed in place."""
+
+    module: nn.Module
+    parts: Parts
+    runtime: Runtime
+    optimizer: StreamedOptimizer | None
+    lr_scheduler: LRScheduler | None
+    scaler: LossScaler
+    guard: NonFiniteGuard
+    steps_of: dict[tuple[int, int], int]
+    counters: dict[str, Any]
+
+    @property
+    def rule(self) -> TorchRule | None:
+        """The torch optimizer behind the updater, None for the native Adam."""
+        rule = self.parts.updater.rule
+        return rule if isinstance(rule, TorchRule) else None
+
+
+def save_checkpoint(
+    training: Training,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    keep_last: int | None,
+) -> str:
+    """Waits for updates under way, then writes everything that training goes on from."""
+    folder = Folder(directory)
+    with training.runtime.alone():
+        training.runtime.settle()
+        contents = Contents(
+            units=training.parts.partition.units,
+            placement=training.parts.plan.placement,
+            stores=training.parts.stores,
+            group=training.parts.group,
+            steps=training.steps_of,
+            buffers={name: buffer.detach() for name, buffer in persistent_buffers(training.module).items()},
+            state=_state(training, client_state),
+            rank_state=_generators(training),
+            config=json.loads(training.parts.config.to_json()),
+            plan=training.parts.plan.render(),
+            step=int(training.counters["global_steps"]),
+        )
+        return save(folder, tag or f"global_step{contents.step}", contents, keep_last)
+
+
+def load_checkpoint(
+    training: Training,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    *,
+    strict: bool,
+    module_only: bool,
+    optimizer_states: bool,
+    scheduler_states: bool,
+    rng_states: bool,
+) -> tuple[str, dict[str, Any]]:
+    """Puts a checkpoint onto the tiers; returns its directory with the client state."""
+    runtime = training.runtime
+    if isinstance(runtime.failure, HalfLoaded):
+        runtime.failure = None
+    with runtime.alone():
+        runtime.settle()
+        with Checkpoint(Folder(directory).find(tag)) as checkpoint:
+            state = checkpoint.state()
+            own = checkpoint.rank_state(training.parts.group.rank)
+            matched = _match(training, checkpoint, strict=strict)
+            with_optimizer = optimizer_states and not module_only and training.optimizer is not None
+            if with_optimizer:
+                _check_optimizer(training, checkpoint, state, matched, strict=strict)
+            try:
+                _load_parameters(training, checkpoint, matched)
+                if with_optimizer:
+                    _load_moments(training, checkpoint, matched)
+                for name, buffer in persistent_buffers(training.module).items():
+                    if name in checkpoint.manifest.buffers:
+                        with torch.no_grad():
+                            buffer.copy_(checkpoint.buffer(name))
+            except BaseException as error:
+                runtime.failure = HalfLoaded(
+                    f"{checkpoint.path} was loaded in part only, so the model's values are mixed: {error}. Load a "
+                    "complete checkpoint"
+                )
+                raise
+            finally:
+                for bound in runtime.units:
+                    bound.generation += 1
+                training.parts.params.drop_all()
+                training.parts.grads.reset()
+        if not module_only:
+            _restore(training, state, with_optimizer=with_optimizer, with_scheduler=scheduler_states)
+            if rng_states and own is not None:
+                _restore_generators(training, own)
+        log.info("loaded %s, step %d", checkpoint.path, checkpoint.manifest.step)
+        client: dict[str, Any] = state["client_state"]
+        return checkpoint.path, client
+
+
+class HalfLoaded(StorageError):
+    """A load that failed after it had changed values; only a whole load makes the engine usable again."""
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer that belongs to the model's state, once, under its first name."""
+    found, seen = {}, set()
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+# What is kept ---------------------------------------------------------------------------------------------------
+
+
+def _state(training: Training, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    optimizer, scheduler = training.optimizer, training.lr_scheduler
+    return {
+        "counters": training.counters,
+        "loss_scaler": training.scaler.state_dict(),
+        "non_finite_in_a_row": training.guard.in_a_row,
+        "optimizer": None if optimizer is None else _optimizer_name(training),
+        "groups": [] if optimizer is None else [_numbers(group) for group in optimizer.param_groups],
+        "torch_optimizer": _torch_states(training),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "client_state": dict(client_state or {}),
+    }
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _optimizer_name(training: Training) -> str:
+    return "Adam" if training.rule is None else training.rule.name
+
+
+def _torch_states(training: Training) -> dict[str, Any]:
+    if training.rule is None:
+        return {}
+    return {
+        slot.name: state
+        for unit in training.parts.partition.units
+        for number, slot in enumerate(unit.layout.slots)
+        if (state := training.rule.state_of(unit.index, number))
+    }
+
+
+def _generators(training: Training) -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "device": training.parts.device.rng_state(),
+    }
+
+
+# How it comes back ----------------------------------------------------------------------------------------------
+
+Matched = dict[tuple[int, int], SavedParameter]
+"""What was saved of each parameter, by unit index with slot number."""
+
+
+def _match(training: Training, checkpoint: Checkpoint, *, strict: bool) -> Matched:
+    places = {
+        slot.name: (unit, number)
+        for unit in training.parts.partition.units
+        for number, slot in enumerate(unit.layout.slots)
+    }
+    names = {name: parameter_names(unit, number) for name, (unit, number) in places.items()}
+    shapes = {name: unit.layout.slots[number].shape for name, (unit, number) in places.items()}
+    saved, owner = {}, {}
+    for name, parameter in checkpoint.manifest.parameters.items():
+        for alias in (name, *parameter.also):
+            saved[alias], owner[alias] = parameter.shape, name
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(training.module).items()}
+    found, difference = compare(
+        {**shapes, **buffers},
+        {**names, **{name: [name] for name in buffers}},
+        {**saved, **checkpoint.manifest.buffers},
+        owner,
+    )
+    difference.check(checkpoint.path, strict=strict)
+    matched = {}
+    for name, (unit, number) in places.items():
+        if name in found:
+            matched[unit.index, number] = checkpoint.manifest.parameters[owner[found[name]]]
+    return matched
+
+
+def _check_optimizer(training: Training, checkpoint: Checkpoint, state: Any, matched: Matched, *, strict: bool) -> None:
+    """Raises, before anything is changed, if the saved optimizer states cannot serve this optimizer."""
+    if state["optimizer"] != _optimizer_name(training):
+        raise CheckpointError(
+            f"{checkpoint.path} has the states of {state['optimizer'] or 'no optimizer'}, this engine trains with "
+            f"{_optimizer_name(training)}; load the weights alone with load_optimizer_states=False"
+        )
+    assert training.optimizer is not None
+    if len(state["groups"]) != len(training.optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.path} has {len(state['groups'])} parameter groups, this optimizer has "
+            f"{len(training.optimizer.param_groups)}; give infinity.initialize the same groups, or load with "
+            "load_optimizer_states=False"
+        )
+    if not strict or training.rule is not None:
+        return
+    frozen = [
+        unit.layout.slots[number].name
+        for unit in training.parts.partition.units
+        for number in range(len(unit.layout.slots))
+        if unit.trainable
+        and (unit.index, number) in matched
+        and StateKind.EXP_AVG not in checkpoint.kinds(matched[unit.index, number])
+    ]
+    if frozen:
+        raise CheckpointError(
+            f"{checkpoint.path} has no optimizer states of {len(frozen)} parameters that were not trained when it was "
+            f"saved: {', '.join(frozen)}; load with strict=False to start theirs from zero"
+        )
+
+
+def _load_parameters(training: Training, checkpoint: Checkpoint, matched: Matched) -> None:
+    placement = training.parts.plan.placement
+    writer = StateWriter(placement, training.parts.stores)
+    try:
+        for unit in training.parts.partition.units:
+            kinds = [kind for kind in (StateKind.MASTER, StateKind.PARAM) if placement.has(kind, unit)]
+            readers = {
+                number: _reader(checkpoint, parameter, checkpoint.value_kind(parameter))
+                for number, parameter in _of_unit(unit, matched)
+            }
+            with training.runtime.watched():
+                writer.fill(unit, kinds, readers)
+    finally:
+        writer.free()
+
+
+def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) -> None:
+    placement = training.parts.plan.placement
+    writer = StateWriter(placement, training.parts.stores)
+    try:
+        for unit in training.parts.partition.units:
+            for number, parameter in _of_unit(unit, matched):
+                training.steps_of[unit.index, number] = parameter.steps
+            for kind in MOMENTS:
+                if placement.has(kind, unit):
+                    readers = {
+                        number: _reader(checkpoint, parameter, kind) if kind in checkpoint.kinds(parameter) else zeros
+                        for number, parameter in _of_unit(unit, matched)
+                    }
+                    with training.runtime.watched():
+                        writer.fill(unit, [kind], readers)
+    finally:
+        writer.free()
+
+
+def _of_unit(unit: Unit, matched: Matched) -> list[tuple[int, SavedParameter]]:
+    slots = range(len(unit.layout.slots))
+    return [(number, matched[unit.index, number]) for number in slots if (unit.index, number) in matched]
+
+
+def _reader(checkpoint: Checkpoint, parameter: SavedParameter, kind: StateKind) -> Reader:
+    def read(start: int, into: torch.Tensor) -> None:
+        checkpoint.read(parameter, kind, start, into)
+
+    return read
+
+
+def _restore(training: Training, state: Any, *, with_optimizer: bool, with_scheduler: bool) -> None:
+    training.counters.update(state["counters"])
+    training.scaler.load_state_dict(state["loss_scaler"])
+    training.guard.in_a_row = int(state["non_finite_in_a_row"])
+    if with_optimizer:
+        assert training.optimizer is not None
+        for group, numbers in zip(training.optimizer.param_groups, state["groups"], strict=True):
+            group.update(numbers)
+        if training.rule is not None:
+            for unit in training.parts.partition.units:
+                for number in range(len(unit.layout.slots)):
+                    names = parameter_names(unit, number)
+                    saved: dict[str, Any] = next(
+                        (state["torch_optimizer"][n] for n in names if n in state["torch_optimizer"]), {}
+                    )
+                    training.rule.set_state(unit.index, number, saved)
+    if with_scheduler and training.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        training.lr_scheduler.load_state_dict(state["lr_scheduler"])
+
+
+def _restore_generators(training: Training, saved: Any) -> None:
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    training.parts.device.set_rng_state(saved["device"])
+
+
+def check_boundary(micro_steps: int, accumulation_steps: int) -> None:
+    """Raises between the micro-steps of one accumulation, whose gradients a checkpoint does not keep."""
+    if micro_steps % accumulation_steps:
+        raise ScheduleError(
+            f"save_checkpoint was called after {micro_steps % accumulation_steps} of {accumulation_steps} micro-steps "
+            "of an accumulation; call it after the step() that ends one"
+        )
