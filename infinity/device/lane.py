@@ -97,3 +97,24 @@ class Lane:
             except BaseException as error:  # handed to whoever waits on the ticket
                 ticket.fail(error)
             del work, ticket, entry
+
+
+class CallersLane:
+    """A lane without a thread: whoever submits work does it, before ``submit`` returns."""
+
+    def __init__(self, delay: Callable[[], None] | None = None) -> None:
+        self._delay = delay
+
+    def submit(self, work: Callable[[], Any]) -> LaneTicket:
+        """Runs ``work``; its errors are for whoever waits on the ticket, an interrupt is for the caller."""
+        ticket = LaneTicket()
+        try:
+            if self._delay is not None:
+                self._delay()
+            ticket.resolve(work())
+        except Exception as error:
+            ticket.fail(error)
+        return ticket
+
+    def close(self) -> None:
+        """There is nothing to end."""

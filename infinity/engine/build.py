@@ -16,7 +16,7 @@ from infinity._native.cpu_adam import Kernels, open_kernels
 from infinity.comm import Group, open_group
 from infinity.config import Config
 from infinity.device.cpu import CpuDevice
-from infinity.device.lane import Lane
+from infinity.device.lane import CallersLane, Lane
 from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
@@ -70,7 +70,7 @@ class Parts:
     swap: list[SwapDirectory] = field(default_factory=list)
     io: IoEngine | None = None
     stores: dict[StateKind, Store] = field(default_factory=dict)
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: list[Lane | CallersLane] = field(default_factory=list)
     activations: Activations = field(default_factory=DeviceActivations)
     params: ParamStream = None  # type: ignore[assignment]
     grads: GradStream = None  # type: ignore[assignment]
@@ -264,10 +264,21 @@ def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, d
     }
 
 
+def _update_waits(parts: Parts) -> bool:
+    """Whether the update spends time on a link, which a thread of its own hides behind compute.
+
+    If not, it needs the very processors that compute: a thread would hide nothing, and with a second OpenMP team in
+    the process the workers of both sleep between parallel regions instead of spinning, which costs more than it saves.
+    """
+    placement = parts.plan.placement
+    return not parts.device.is_host or any(placement[kind] is Tier.NVME for kind in STREAMED_KINDS)
+
+
 def _wire(parts: Parts, injected: Injected) -> None:
     plan, units = parts.plan, parts.partition.units
     trained = [unit for unit in units if unit.trainable]
-    fetch, update = Lane("fetch", injected.delay), Lane("update", injected.delay)
+    fetch = Lane("fetch", injected.delay)
+    update = Lane("update", injected.delay) if _update_waits(parts) else CallersLane(injected.delay)
     parts.lanes = [update, fetch]
     pools = _pools(parts, Tier.DEVICE, plan.param_slabs, "parameter slabs", injected)
     sizes = _slab_bytes(units, [unit.layout.nbytes() for unit in units]) if pools else {}

