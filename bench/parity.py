@@ -47,7 +47,7 @@ def run_engine(recipe: Recipe, cell: Cell, swap: str) -> Trace:
                 _micro_step(engine, recipe, batch, f"{step}.{micro}", trace)
                 if micro < recipe.accumulation - 1:
                     engine.step()
-            if step == recipe.steps - 1:
+            if step == recipe.steps - 1 and not recipe.in_backward:
                 for name, parameter in model.named_parameters():
                     gradient = infinity.get_full_grad(parameter)
                     if gradient is not None:
@@ -200,6 +200,11 @@ def run(*, quick: bool, swap: str, say: Callable[[str], None] = lambda line: Non
 
 def cells_of(number: int, *, quick: bool) -> list[Cell]:
     """Every choice for the first recipe, some for the others, all for all in the long form."""
+    cells = _cells_of(number, quick=quick)
+    return parity_cells.in_backward(cells) if RECIPES[number].in_backward else cells
+
+
+def _cells_of(number: int, *, quick: bool) -> list[Cell]:
     if not quick:
         return [*parity_cells.placements(), *parity_cells.axes(), *parity_cells.mixed(40, seed=number)]
     if number == 0:

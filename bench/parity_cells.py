@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -123,6 +123,11 @@ def axes() -> list[Cell]:
     ]
     cells += [Cell("delays, params host", {**placed("host", "nvme", *["nvme"] * 3)}, small, delay_seed=10)]
     return cells
+
+
+def in_backward(cells: list[Cell]) -> list[Cell]:
+    """The same choices with each unit updated in backward; the reference updates all at the end of the step."""
+    return [replace(cell, infinity={**cell.infinity, "update_in_backward": True}) for cell in cells]
 
 
 def mixed(count: int, seed: int) -> list[Cell]:

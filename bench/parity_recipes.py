@@ -74,6 +74,7 @@ class Recipe:
 
     ``passes`` is the number of forwards, each with its backward, in one micro-step; ``together`` puts all of its
     forwards before its first backward. ``exact`` says that the plain loop adds up the same terms in the same order.
+    ``in_backward`` lets its cells update units in backward, where gradients cannot be read any more.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Recipe:
     groups: bool = False
     overflow_at: int | None = None
     exact: bool = True
+    in_backward: bool = False
 
     def config(self) -> dict[str, Any]:
         """The part of the config that says how to train."""
@@ -135,6 +137,9 @@ RECIPES = (
     Recipe("fp32, parameter groups", groups=True),
     Recipe("awkward model", model=Awkward, steps=4, groups=True),
     Recipe("awkward model, bf16, 2 micro-steps", model=Awkward, dtype="bf16", steps=4, accumulation=2, exact=False),
+    Recipe("fp32, updates in backward", clipping=0.0, in_backward=True),
+    Recipe("bf16, updates in backward", clipping=0.0, dtype="bf16", groups=True, in_backward=True),
+    Recipe("awkward model, updates in backward", model=Awkward, steps=5, clipping=0.0, in_backward=True),
 )
 
 
@@ -177,7 +182,7 @@ def run_plain(recipe: Recipe) -> Trace:
             item.gradient = None
         for micro, batch in enumerate(recipe.batches(step)):
             _plain_micro_step(recipe, model, trained, batch, scale / recipe.accumulation, f"{step}.{micro}", trace)
-        if step == recipe.steps - 1:
+        if step == recipe.steps - 1 and not recipe.in_backward:
             trace.update(
                 (f"gradient of {item.name}", (item.gradient / scale).view(item.parameter.shape))
                 for item in trained

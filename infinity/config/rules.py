@@ -27,6 +27,7 @@ def clashes(config: Schema) -> Iterator[Clash]:
     yield from _stage(config)
     yield from _swap_directories(config)
     yield from _placement(config)
+    yield from _update_in_backward(config)
     yield from _aio(config)
     yield from _warmup(config)
 
@@ -140,6 +141,31 @@ def _placement(config: Schema) -> Iterator[Clash]:
             ("infinity.placement", "infinity.activations"),
             f'`infinity.placement.activation` is "{activation.value}", but `infinity.activations` is '
             f'"{config.infinity.activations}"; drop one of the two.',
+        )
+
+
+def _update_in_backward(config: Schema) -> Iterator[Clash]:
+    if not config.infinity.update_in_backward:
+        return
+    needs = (
+        ("gradient_clipping", config.gradient_clipping != 0.0, f"{config.gradient_clipping:g}", "0.0"),
+        ("gradient_accumulation_steps", (config.gradient_accumulation_steps or 1) > 1,
+         f"{config.gradient_accumulation_steps}", "1"),
+        ("fp16.enabled", config.fp16.enabled, "true", "false"),
+    )  # fmt: skip
+    for key, clashes_with_it, given, expected in needs:
+        if clashes_with_it:
+            yield Clash(
+                ("infinity.update_in_backward", key),
+                f"`infinity.update_in_backward` is true, which changes weights before later gradients are known, but "
+                f"`{key}` is {given}; set it to {expected}, or `infinity.update_in_backward` to false.",
+            )
+    adam = config.optimizer is None or config.optimizer.adam is not None
+    if not adam:
+        yield Clash(
+            ("infinity.update_in_backward", "optimizer.type"),
+            "`infinity.update_in_backward` is true, which the native Adam alone can do; take Adam or AdamW, or set "
+            "`infinity.update_in_backward` to false.",
         )
 
 

@@ -91,6 +91,8 @@ class InfinityConfig(Block):
     """Class names or module name patterns whose parameters move together."""
     tile_bytes: AutoSomeBytes = "auto"
     """Linears above this become tiles."""
+    update_in_backward: bool = False
+    """Updates each unit as soon as backward has its gradient: needs no clipping, no accumulation, no fp16."""
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Format of stored gradients."""
     state_dtype: Literal["fp32"] = "fp32"

@@ -33,6 +33,7 @@ from infinity.storage.store import Extent, FileStore, MemoryStore, Store
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.swap_file import SwapFile
 from infinity.stream.activations import Activations, ActivationStream, DeviceActivations
+from infinity.stream.consumed import ConsumedGradients, ConsumedGradStream
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
@@ -126,6 +127,7 @@ def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments
     if group.world_size != 1:
         raise ConfigError(f"there are {group.world_size} ranks; this version trains on one")
     _check_supported(config)
+    _check_update_in_backward(config, group.world_size, moments=moments)
     found, plan = plan_for(model, config, world_size=group.world_size, read_ahead=injected.read_ahead, moments=moments)
     threads = config.infinity.adam_threads
     kernels = open_kernels(config.infinity.isa, 0 if threads == "auto" else threads)
@@ -167,6 +169,24 @@ def _check_supported(config: Config) -> None:
         raise ConfigError(problems)
 
 
+def _check_update_in_backward(config: Config, world_size: int, *, moments: bool) -> None:
+    """What the config alone does not tell: the optimizer that was passed, accumulation by the batch sizes."""
+    if not config.infinity.update_in_backward:
+        return
+    steps = config.resolve_batch(world_size).accumulation_steps
+    if steps > 1:
+        raise ConfigError(
+            f"`infinity.update_in_backward` is true, but the batch sizes make {steps} gradient accumulation steps on "
+            f"{world_size} ranks, so that no gradient is complete in one backward; set `infinity.update_in_backward` "
+            "to false, or raise `train_micro_batch_size_per_gpu`"
+        )
+    if not moments:
+        raise ConfigError(
+            "`infinity.update_in_backward` is true, which the native Adam alone can do; pass torch.optim.Adam or "
+            "AdamW, or set `infinity.update_in_backward` to false"
+        )
+
+
 def _open_stores(parts: Parts, injected: Injected) -> None:
     placement, partition = parts.plan.placement, parts.partition
     on_nvme = [kind for kind in STREAMED_KINDS if placement[kind] is Tier.NVME and placement.total(kind, partition)]
@@ -191,6 +211,8 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
                 if placement.has(kind, unit)
             }
             parts.stores[kind] = MemoryStore(placement[kind], regions)
+            if kind is StateKind.GRAD and placement.in_backward:
+                parts.stores[kind] = ConsumedGradients()
             continue
         staging = parts.plan.staging.get(kind)
         pool = None if staging is None else _pool(parts, staging, injected)
@@ -293,9 +315,9 @@ def _wire(parts: Parts, injected: Injected) -> None:
         None if prefetch == "auto" else prefetch,
     )
     pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient slabs", injected)
-    sizes = _slab_bytes(trained, [plan.placement.nbytes(StateKind.GRAD, unit) for unit in trained]) if pools else {}
-    grads = parts.stores.get(StateKind.GRAD, MemoryStore(Tier.HOST, {}))
-    parts.grads = GradStream(units, grads, pools, sizes, parts.kernels, parts.ledger)
+    sizes = _slab_bytes(trained, [unit.layout.shard_nbytes(torch.float32) for unit in trained]) if pools else {}
+    stream = ConsumedGradStream if plan.placement.in_backward else GradStream
+    parts.grads = stream(units, parts.stores[StateKind.GRAD], pools, sizes, parts.kernels, parts.ledger)
     parts.updater = Updater(
         plan.placement,
         parts.stores,

@@ -22,10 +22,11 @@ from infinity.engine.build import Parts
 from infinity.engine.keeping import Keeping
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
+from infinity.engine.updates import Updates
 from infinity.errors import ScheduleError
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
-from infinity.optim.updater import UnitUpdate, pieces_of
+from infinity.optim.steps import Steps
 from infinity.plan import Plan
 from infinity.tier import Tier
 
@@ -62,8 +63,8 @@ class Engine(Keeping):
         self._scaler = scaler
         self._guard = NonFiniteGuard(parts.config.infinity.non_finite_limit)
         self._batch = parts.config.resolve_batch(parts.group.world_size)
-        self._group_of = group_of
-        self._steps_of: dict[tuple[int, int], int] = {}
+        self.steps = Steps(group_of)
+        self.updates: Updates
         self._norm: float | None = None
         self._applied = False
         self._traffic_mark = (0, 0)
@@ -172,39 +173,12 @@ class Engine(Keeping):
         self._guard.update(None, excused=False)
         clip = self.config.gradient_clipping
         coefficient = min(1.0, clip / (self._norm + 1e-6)) if clip else 1.0
-        updates = self._updates(coefficient / scale)
-        tickets = self._parts.updater.start(updates)
-        for update in updates:
-            self._runtime.units[update.unit.index].generation += 1
+        tickets = self.updates.begin(coefficient / scale)
         grads.reset()
         self._parts.params.invalidate(tickets)
         self._applied = True
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers warn if they step before the optimizer
         self._synchronise_scale()
-
-    def _updates(self, grad_scale: float) -> list[UnitUpdate]:
-        """What this step does, in the order in which forward will need it."""
-        assert self.optimizer is not None
-        arguments = self.optimizer.arguments
-        updates = []
-        for index in self._parts.params.forward_order():
-            unit = self._parts.partition.units[index]
-            if not unit.trainable:
-                continue
-            deposited = self._parts.grads.deposited(index)
-            for slot, has in enumerate(deposited):
-                if has:
-                    self._steps_of[index, slot] = self._steps_of.get((index, slot), 0) + 1
-            pieces = pieces_of(
-                unit,
-                deposited,
-                lambda slot, index=index: arguments(  # type: ignore[misc]
-                    slot, self._group_of[index, slot], self._steps_of[index, slot], grad_scale
-                ),
-            )
-            if pieces:
-                updates.append(UnitUpdate(unit, pieces))
-        return updates
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""

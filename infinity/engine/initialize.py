@@ -21,6 +21,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.unit_function import EntryModule
+from infinity.engine.updates import updates_of
 from infinity.errors import ConfigError
 from infinity.optim.facade import DEFAULTS, StreamedAdam, StreamedOptimizer, group_problems
 from infinity.optim.loss_scaler import LossScaler
@@ -75,6 +76,7 @@ def initialize(
                 ]
                 engine.optimizer = StreamedOptimizer(numbers, shadow.defaults, engine.step, engine.zero_grad)
                 parts.updater.rule = TorchRule(shadow, _stand_ins(shadow, groups))
+            engine.updates = updates_of(parts, engine._runtime.units, engine.steps, engine.optimizer)
             engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
         loader = _loader(training_data, collate_fn, settings, parts)
     except BaseException:

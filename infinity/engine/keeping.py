@@ -16,6 +16,7 @@ from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
+from infinity.optim.steps import Steps
 
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "_norm")
 
@@ -31,7 +32,7 @@ class Keeping:
     _runtime: Runtime
     _scaler: LossScaler
     _guard: NonFiniteGuard
-    _steps_of: dict[tuple[int, int], int]
+    steps: Steps
     _applied: bool
 
     @property
@@ -103,5 +104,5 @@ class Keeping:
         counters = {name: self.__dict__[name] for name in COUNTERS}
         return persistence.Training(
             self.module, self._parts, self._runtime, self.optimizer, self.lr_scheduler, self._scaler, self._guard,
-            self._steps_of, counters,
+            self.steps.taken, counters,
         )  # fmt: skip

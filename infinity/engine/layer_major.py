@@ -62,7 +62,9 @@ def run(runtime: Runtime, model: Callable[..., Any], micro_batches: Sequence[Any
             gradients = [torch.full_like(loss, factor) for loss in found]
             with runtime.grads.open_for_long():
                 torch.autograd.backward(found, gradients)
-            runtime.grads_complete(root.entry.units)
+        for turn in turns:
+            if turn.call is not None:
+                turn.call.end(again=False)
     finally:
         runtime.loss_is_scaled = False
     return torch.stack([loss.detach() for loss in found])

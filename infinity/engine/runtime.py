@@ -33,8 +33,8 @@ log = logging.getLogger("infinity")
 class Frame:
     """One running call: the units it has been lent, as leaf tensors of its own.
 
-    ``packs`` says that no tensor which autograd saves in it refers to lent memory; ``used`` are the units lent to it
-    or to an operation in it.
+    ``packs`` says that no tensor which autograd saves in it refers to lent memory; ``own`` are the units lent to it
+    or to an operation in it, ``used`` those and the ones of calls in it.
     """
 
     def __init__(self, runtime: Runtime, name: str, phase: Phase, *, differentiable: bool, packs: bool) -> None:
@@ -43,6 +43,7 @@ class Frame:
         self.phase = phase
         self.differentiable = differentiable
         self.packs = packs
+        self.own: set[int] = set()
         self.used: set[int] = set()
         self.leaves: dict[int, list[nn.Parameter]] = {}
         self.ranges: dict[int, tuple[int, int]] = {}
@@ -54,6 +55,7 @@ class Frame:
         for index in indices:
             self.runtime.units[index].check_homes()
         self.runtime.params.lend(indices, self.phase)
+        self.own.update(indices)
         self.used.update(indices)
         for index in indices:
             bound = self.runtime.units[index]
@@ -255,11 +257,6 @@ class Runtime:
 
         return deposit
 
-    def grads_complete(self, indices: Iterable[int]) -> None:
-        """Says that one backward of these units is over."""
-        for index in indices:
-            self.grads.close(index)
-
     def pack(self, tensor: torch.Tensor) -> Any:
         """Replaces a view of lent memory by a handle; anything else is kept, with its version."""
         tensor = tensor.resolve_conj().resolve_neg()  # copies, if there is such a bit: a handle would lose it
@@ -349,6 +346,7 @@ class Runtime:
         differentiable = any(frame.differentiable for frame in self.frames)
         with self.frame(function, (), outer.phase, differentiable=differentiable, packs=True) as frame:
             result = run(real)
+            outer.own |= frame.own
             if any(self.lent(tensor) in frame.leaves for tensor in tensors_in(result)):
                 outer.adopt(frame)
         return result

@@ -172,6 +172,7 @@ class Call:
         self._given = given
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.lent: tuple[int, ...] = ()
         self._generations: dict[int, int] = {}
         self._written: list[Any] = []
         self._assigned: list[tuple[nn.Module, str]] = []
@@ -255,7 +256,7 @@ class Call:
         self.recompute = False
         with runtime.frame(entry.name, entry.units, Phase.FORWARD, differentiable=True, packs=True) as frame:
             self.first_pass(tensors)
-            self.note_generations(frame)
+            self.begin(frame)
         for module, key in self.changes:
             if key not in module._buffers and not turn.changes(module, key):
                 raise ScheduleError(
@@ -306,10 +307,16 @@ class Call:
             self.outputs = None
         return inputs, outputs
 
-    def note_generations(self, frame: Frame) -> None:
-        """Remembers which values this forward saw."""
-        units = self.entry.runtime.units
-        self._generations = {index: units[index].generation for index in frame.used}
+    def begin(self, frame: Frame) -> None:
+        """Remembers which values this forward saw; its backward will deposit gradients for what it was lent."""
+        runtime = self.entry.runtime
+        self._generations = {index: runtime.units[index].generation for index in frame.used}
+        self.lent = tuple(frame.own)
+        runtime.grads.begin(self, self.lent)
+
+    def end(self, *, again: bool) -> None:
+        """Says that the backward is over, or that there may be another one of the same graph."""
+        self.entry.runtime.grads.finish(self, self.lent, again=again)
 
     def check_generations(self) -> None:
         """Raises if a step changed a unit between this call's forward and its backward."""
@@ -336,7 +343,7 @@ class UnitFunction(torch.autograd.Function):
             given = call.first_pass(tensors)
             inner = call.outputs or []
             outputs = [runtime.owned(output.detach()) for output in inner]
-            call.note_generations(frame)
+            call.begin(frame)
             written = {id(t): n for n, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version(t) != v}
             if call.recompute:
                 if written:
@@ -363,8 +370,8 @@ class UnitFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         call.check_generations()
         factor = runtime.loss_factor() if call.outermost else 1.0
+        again: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         with runtime.frame(entry.name, entry.units, Phase.BACKWARD, differentiable=True):
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
             retain = again and not call.recompute
             inputs, outputs = call.compute_again(saved) if call.recompute else call.kept(retain=retain)
             pairs = [
@@ -375,7 +382,7 @@ class UnitFunction(torch.autograd.Function):
             received = _flow(pairs, inputs, retain) if pairs else [None] * len(inputs)
             del inputs, outputs, pairs
             call.moved.release(again=again)
-            runtime.grads_complete(entry.units)
+        call.end(again=again)
         return (None, None, *(g if g is None or factor == 1.0 else g / factor for g in received))
 
 

@@ -1,9 +1,10 @@
-"""Updates every unit in forward order while the caller goes on."""
+"""Updates units, soonest needed first, while the caller goes on."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,46 +82,70 @@ class Updater:
         self._lane = lane
         self._ledger = ledger
         self._closed = False
+        self._waiting: list[tuple[UnitUpdate, LaneTicket]] = []
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Gives up what is under way after the sub-group at hand: all that it changes is about to be taken down."""
         self._closed = True
 
     def start(self, updates: Sequence[UnitUpdate]) -> dict[int, Ticket]:
-        """Begins the updates in the order given; returns a ticket per unit."""
+        """Begins the updates in the order given, behind those that wait already; returns a ticket per unit."""
         tickets = {update.unit.index: LaneTicket() for update in updates}
-        self._lane.submit(lambda: self._run(updates, tickets))
+        with self._lock:
+            self._waiting += [(update, tickets[update.unit.index]) for update in updates]
+        self._lane.submit(self._run)
         return dict(tickets)
 
-    def _run(self, updates: Sequence[UnitUpdate], tickets: dict[int, LaneTicket]) -> None:
+    def reorder(self, order: Sequence[int]) -> None:
+        """Puts the updates that nobody has begun into the order in which their units (by index) are needed."""
+        place = {index: number for number, index in enumerate(order)}
+        with self._lock:
+            self._waiting.sort(key=lambda entry: place[entry[0].unit.index])
+
+    def _run(self) -> None:
+        """Makes every update that waits, those that come meanwhile included, with the next reads always under way."""
+        window: deque[tuple[SubGroup, dict[StateKind, Lease], LaneTicket]] = deque()
+        begun: list[LaneTicket] = []
         with self._ledger.phase("update"):
-            window: deque[tuple[SubGroup, dict[StateKind, Lease]]] = deque()
             try:
-                for update in updates:
+                for update, ticket in self._next():
+                    begun.append(ticket)
                     for group in self._subgroups(update):
                         if self._closed:
                             raise ScheduleError("the engine was destroyed before this update was made")
-                        window.append((group, self._acquire(group)))
+                        window.append((group, self._acquire(group), ticket))
                         if len(window) > self._read_ahead:
-                            self._advance(window, tickets)
+                            self._advance(window)
                 while window:
-                    self._advance(window, tickets)
+                    self._advance(window)
             except BaseException as error:
-                for _, leases in window:
+                for _, leases, _ in window:
                     _abandon(leases)
-                for ticket in tickets.values():
+                with self._lock:
+                    begun += [ticket for _, ticket in self._waiting]
+                    self._waiting = []
+                for ticket in begun:
                     if not ticket.done():
                         ticket.fail(error)
                 raise
 
-    def _advance(self, window: deque[tuple[SubGroup, dict[StateKind, Lease]]], tickets: dict[int, LaneTicket]) -> None:
-        group, leases = window[0]
+    def _next(self) -> Iterator[tuple[UnitUpdate, LaneTicket]]:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                entry = self._waiting.pop(0)
+            yield entry
+
+    def _advance(self, window: deque[tuple[SubGroup, dict[StateKind, Lease], LaneTicket]]) -> None:
+        group, leases, ticket = window[0]
         self._compute(group, leases)
         for kind in tuple(leases):
             leases.pop(kind).release()  # one at a time: after an error the others are still there to be abandoned
         window.popleft()
         if group.is_last:
-            tickets[group.unit.index].resolve()
+            ticket.resolve()
 
     def _subgroups(self, update: UnitUpdate) -> list[SubGroup]:
         found = []

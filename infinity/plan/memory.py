@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
+import torch
 
 from infinity.config import Config
 from infinity.config.size import format_bytes
@@ -157,9 +158,9 @@ def _plan(
         if placement[kind] is Tier.NVME
     ]
     grad_slabs: dict[int, int] = {}
-    if placement[StateKind.GRAD] is Tier.NVME:
-        sizes = [placement.nbytes(StateKind.GRAD, unit) for unit in trained]
-        grad_slabs = {nbytes: min(GRAD_SLABS, len(units)) for nbytes, units in slab_classes(trained, sizes).items()}
+    if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
+        sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
+        grad_slabs = {nbytes: _grad_slabs(placement, units) for nbytes, units in slab_classes(trained, sizes).items()}
     lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in grad_slabs.items()]
     update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
@@ -171,6 +172,19 @@ def _plan(
     if placement.device_is_host:
         _check_ram(plan)
     return plan
+
+
+def _grad_slabs(placement: Placement, units: Sequence[Unit]) -> int:
+    """Slabs for ``units``: one that fills while another goes home.
+
+    A gradient that is consumed in backward is there until its update is made. Without NVMe that is on the spot. Else
+    updates are slower than backward, which never waits for one if every unit has a slab: where gradients may stay in
+    memory. Where they are to be on NVMe one more slab lets an update, another's reads, backward go on side by side.
+    """
+    waits = any(placement[kind] is Tier.NVME for kind in (StateKind.PARAM, *OPTIMIZER_KINDS))
+    if not (placement.in_backward and waits):
+        return min(len(units), GRAD_SLABS)
+    return min(len(units), GRAD_SLABS + 1) if placement[StateKind.GRAD] is Tier.NVME else len(units)
 
 
 def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int, int]:

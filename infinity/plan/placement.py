@@ -20,12 +20,14 @@ class Placement:
     """Tier per state kind, with the dtype rules that decide whether a unit has that state at all.
 
     An fp32 unit has no separate master: its parameters are the master. A frozen unit has parameters only. Without
-    ``moments`` a torch optimizer keeps what it remembers by itself.
+    ``moments`` a torch optimizer keeps what it remembers by itself. With ``in_backward`` each gradient is consumed by
+    its unit's update in backward, so that none is kept.
     """
 
     tiers: dict[StateKind, Tier]
     device_is_host: bool
     moments: bool = True
+    in_backward: bool = False
 
     def __getitem__(self, kind: StateKind) -> Tier:
         return self.tiers[kind]
@@ -36,6 +38,8 @@ class Placement:
             return True
         if not unit.trainable:
             return False
+        if kind is StateKind.GRAD:
+            return not self.in_backward
         if kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
             return self.moments
         return kind is not StateKind.MASTER or unit.layout.dtype != torch.float32
@@ -76,5 +80,6 @@ def candidates(config: Config, *, device_is_host: bool, moments: bool = True) ->
     for optimizer_tiers in product(*(choices[kind] for kind in OPTIMIZER_KINDS)):
         for param, grad in product(choices[StateKind.PARAM], choices[StateKind.GRAD]):
             tiers = dict(zip(OPTIMIZER_KINDS, optimizer_tiers, strict=True))
-            found.append(Placement({**tiers, StateKind.PARAM: param, StateKind.GRAD: grad}, device_is_host, moments))
+            tiers |= {StateKind.PARAM: param, StateKind.GRAD: grad}
+            found.append(Placement(dict(tiers), device_is_host, moments, config.infinity.update_in_backward))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -73,6 +73,14 @@ class GradStream:
             slab = self._pools[self._slab_bytes[index]].try_take()
             if slab is not None:
                 self._hold(index, slab)
+
+    def begin(self, call: object, indices: Iterable[int]) -> None:
+        """Says that the backward of ``call`` is going to deposit for these units."""
+
+    def finish(self, call: object, indices: Iterable[int], *, again: bool) -> None:
+        """Says that it has; with ``again`` there may be another backward of the same call."""
+        for index in indices:
+            self.close(index)
 
     def deposit(self, index: int, slot: int, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient, in any floating dtype, to its accumulator."""

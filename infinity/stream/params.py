@@ -126,15 +126,15 @@ class ParamStream:
         """Takes the updater's tickets: each unit's bytes at home change now, so copies elsewhere are dropped."""
         self._updates |= updates
         for index in updates:
-            resident = self._residents.get(index)
-            if resident is None:
-                continue
-            if resident.lent:
-                raise ScheduleError(f'step() was called while unit "{self._units[index].name}" was still computing')
-            self._drop(index)
+            self._forget(index)
         self._training.end_step()
         if self._training.known:
             self._prefetch(self._training)
+
+    def begin_update(self, index: int, update: Ticket) -> None:
+        """Takes the ticket of one unit that is updated before the step's end; its copies elsewhere are dropped."""
+        self._updates[index] = update
+        self._forget(index)
 
     def settle(self) -> None:
         """Waits for every update and every read under way."""
@@ -209,6 +209,14 @@ class ParamStream:
                 f"slab of {pool.nbytes} bytes. Raise infinity.slabs, with infinity.device_memory by {pool.nbytes} bytes"
             )
         return None
+
+    def _forget(self, index: int) -> None:
+        resident = self._residents.get(index)
+        if resident is None:
+            return
+        if resident.lent:
+            raise ScheduleError(f'unit "{self._units[index].name}" was to be updated while it was still computing')
+        self._drop(index)
 
     def _drop(self, index: int) -> None:
         resident = self._residents.pop(index)
