@@ -215,7 +215,7 @@ class ParamStream:
         if resident is None:
             return
         if resident.lent:
-            raise ScheduleError(f'unit "{self._units[index].name}" was to be updated while it was still computing')
+            raise ScheduleError(f'a step came while unit "{self._units[index].name}" was still computing')
         self._drop(index)
 
     def _drop(self, index: int) -> None:

@@ -147,13 +147,13 @@ def test_a_graph_that_was_dropped_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_units_that_are_used_twice_need_their_slabs_until_then(tmp_path: Path) -> None:
-    with attached(decoder(12), in_backward(tmp_path, "cpu")) as engine:
-        first, second = engine(BATCH, BATCH), engine(BATCH, BATCH)
-        engine.backward(first + second)  # layer by layer, so that each is complete when both graphs have passed it
+    with attached(decoder(12), in_backward(tmp_path, "nvme")) as engine:  # where every unit has one
+        engine.backward(engine(BATCH, BATCH) + engine(BATCH, BATCH))
         engine.step()
-        first, second = engine(BATCH, BATCH), engine(BATCH, BATCH)
+    with attached(decoder(12), in_backward(tmp_path, "cpu")) as engine:
+        loss = engine(BATCH, BATCH) + engine(BATCH, BATCH)
         with pytest.raises(CapacityError, match="update_in_backward"):
-            engine.backward(first)
+            engine.backward(loss)
 
 
 def test_an_engine_with_updates_in_backward_can_be_collected(tmp_path: Path) -> None:
