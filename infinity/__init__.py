@@ -22,6 +22,7 @@ from infinity.errors import (
     ScheduleError,
     StorageError,
 )
+from infinity.nn.tiled import TiledLinear
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "OffloadedError",
     "ScheduleError",
     "StorageError",
+    "TiledLinear",
     "gathered",
     "get_full_grad",
     "get_full_optimizer_state",

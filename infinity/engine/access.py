@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.streamed import read_slot, write_slot
+from infinity.engine.tiled_parameter import TiledParameter, gathered_tiles
 from infinity.errors import OffloadedError
 from infinity.tier import StateKind
 
@@ -26,19 +27,32 @@ def _owner(parameter: torch.Tensor) -> Runtime:
     return owner
 
 
-def _read(parameter: OffloadedParameter, kind: StateKind) -> torch.Tensor:
+def _read(parameter: LentParameter, kind: StateKind) -> torch.Tensor:
     owner = _owner(parameter)
-    index, slot = parameter._place
-    unit = owner.units[index].unit
-    dtype = owner.placement.dtype(kind, unit)
     with owner.alone(), owner.watched():
-        return read_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype)
+        parts = []
+        for index, slot in parameter.places:
+            unit = owner.units[index].unit
+            parts.append(
+                read_slot(owner.stores[kind], unit, unit.layout.slots[slot], owner.placement.dtype(kind, unit))
+            )
+        return _joined(parameter, parts)
+
+
+def _joined(parameter: LentParameter, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole of what is kept in tiles."""
+    if not isinstance(parameter, TiledParameter):
+        return parts[0]
+    whole = torch.empty(tuple(parameter.shape), dtype=parts[0].dtype)
+    for piece, part in zip(parameter._pieces, parts, strict=True):
+        whole[piece.region] = part
+    return whole
 
 
 def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
     """A copy of the parameter's most precise value, fp32 if it is floating, on the CPU. Waits for updates under way."""
     owner = _owner(parameter)
-    assert isinstance(parameter, OffloadedParameter)
+    assert isinstance(parameter, LentParameter)
     owner.settle()
     unit = owner.units[parameter._place[0]].unit
     kind = StateKind.MASTER if owner.placement.has(StateKind.MASTER, unit) else StateKind.PARAM
@@ -49,40 +63,41 @@ def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
 def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replaces the parameter's value, its fp32 master included. ``value`` has its shape, any floating dtype."""
     owner = _owner(parameter)
-    assert isinstance(parameter, OffloadedParameter)
+    assert isinstance(parameter, LentParameter)
     if tuple(value.shape) != tuple(parameter.shape):
         raise ValueError(
             f"{parameter._name} has shape {tuple(parameter.shape)}; the value given has {tuple(value.shape)}"
         )
-    index, slot = parameter._place
-    unit = owner.units[index].unit
+    tiles = parameter._pieces if isinstance(parameter, TiledParameter) else ()
+    regions = [piece.region for piece in tiles] or [()]
     with owner.alone(), torch.no_grad(), owner.watched():
         owner.settle()
-        owner.units[index].generation += 1
-        for kind in (StateKind.PARAM, StateKind.MASTER):
-            if owner.placement.has(kind, unit):
-                write_slot(
-                    owner.stores[kind], unit, unit.layout.slots[slot], owner.placement.dtype(kind, unit), value.detach()
-                )
+        for (index, slot), region in zip(parameter.places, regions, strict=True):
+            unit, part = owner.units[index].unit, value.detach()[region]
+            owner.units[index].generation += 1
+            for kind in (StateKind.PARAM, StateKind.MASTER):
+                if owner.placement.has(kind, unit):
+                    dtype = owner.placement.dtype(kind, unit)
+                    write_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype, part)
         owner.params.drop_all()
 
 
 def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient accumulated so far in this step, averaged over micro-batches, unscaled: fp32 on the CPU, or None."""
     owner = _owner(parameter)
-    assert isinstance(parameter, OffloadedParameter)
-    index, slot = parameter._place
-    if not owner.units[index].unit.trainable:
+    assert isinstance(parameter, LentParameter)
+    if not owner.units[parameter._place[0]].unit.trainable:
         return None
     with owner.alone(), owner.watched():
-        gradient = owner.grads.read(index, slot)
-    return gradient if gradient is None else gradient / owner.loss_scale()
+        parts = [owner.grads.read(index, slot) for index, slot in parameter.places]
+    found = [part for part in parts if part is not None]
+    return _joined(parameter, found) / owner.loss_scale() if len(found) == len(parts) else None
 
 
 def get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor:
     """A copy of ``exp_avg`` or ``exp_avg_sq``: fp32 on the CPU, in the parameter's shape."""
     owner = _owner(parameter)
-    assert isinstance(parameter, OffloadedParameter)
+    assert isinstance(parameter, LentParameter)
     kinds = {kind.value: kind for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)}
     if name not in kinds:
         raise ValueError(f'optimizer state "{name}" does not exist; expected one of {", ".join(kinds)}')
@@ -105,14 +120,17 @@ def gathered(
         members = parameters.parameters()
     else:
         members = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    offloaded = [p for p in dict.fromkeys(members) if isinstance(p, OffloadedParameter)]
+    offloaded = [p for p in dict.fromkeys(members) if isinstance(p, LentParameter)]
     if not offloaded:
         yield
         return
     owner = _owner(offloaded[0])
     owner.settle()
     values = [nn.Parameter(_read(p, StateKind.PARAM), requires_grad=p.requires_grad) for p in offloaded]
-    with owner.shown(offloaded, values):
+    pairs = list(zip(offloaded, values, strict=True))
+    tiled = {p: value for p, value in pairs if isinstance(p, TiledParameter)}
+    whole = {p: value for p, value in pairs if not isinstance(p, TiledParameter)}
+    with owner.shown(list(whole), list(whole.values())), gathered_tiles(tiled):
         yield
     for placeholder, value in zip(offloaded, values, strict=True):
         if not torch.equal(_read(placeholder, StateKind.PARAM), value):

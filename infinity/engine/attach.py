@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from infinity.engine.bound_unit import BoundUnit
 from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import OWN_ATTRIBUTES, LentParameter, OffloadedParameter
 from infinity.engine.streamed import FlatWriter, read_slot
+from infinity.engine.tiled_parameter import TiledParameter, TiledParameters
 from infinity.errors import ConfigError, OffloadedError
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Partition
@@ -44,9 +46,24 @@ def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> 
     """Units with placeholders and the places in ``model`` where each parameter is seen; nothing is moved yet."""
     modules = dict(model.named_modules())
     bound = []
+    tiles: dict[int, TiledParameter] = {}
+    for matrix in partition.tiled:
+        homes = [(modules[home]._parameters, name) for home, name in matrix.homes]
+        parameter = homes[0][0][homes[0][1]]
+        first = matrix.pieces[0]
+        dtype = partition.units[first.unit].layout.dtype
+        tiled = TiledParameter(
+            matrix.shape, dtype, device, parameter.requires_grad, matrix.name, _NOBODY, (first.unit, first.slot)
+        )
+        tiled._hooks = parameter._backward_hooks or OrderedDict()
+        tiled.adopt(matrix.pieces, homes)
+        tiles |= {piece.unit: tiled for piece in matrix.pieces}
     for unit in partition.units:
+        if unit.index in tiles:
+            bound.append(BoundUnit(unit, [tiles[unit.index]], [[]]))
+            continue
         placeholders: list[LentParameter] = []
-        homes = []
+        all_homes = []
         for number, (slot, slot_homes) in enumerate(zip(unit.layout.slots, unit.homes, strict=True)):
             path, attribute = slot_homes[0]
             parameter = modules[path]._parameters[attribute]
@@ -56,9 +73,15 @@ def bind_units(model: nn.Module, partition: Partition, device: torch.device) -> 
             )
             placeholder._hooks = parameter._backward_hooks or OrderedDict()
             placeholders.append(placeholder)
-            homes.append([(modules[home]._parameters, name) for home, name in slot_homes])
-        bound.append(BoundUnit(unit, placeholders, homes))
+            all_homes.append([(modules[home]._parameters, name) for home, name in slot_homes])
+        bound.append(BoundUnit(unit, placeholders, all_homes))
     return bound
+
+
+def tiled_parameters(bound: Sequence[BoundUnit]) -> TiledParameters:
+    """Every parameter that is cut into tiles, once."""
+    found = {id(p): p for unit in bound for p in unit.placeholders if isinstance(p, TiledParameter)}
+    return TiledParameters(found.values())
 
 
 class _Nobody:
@@ -70,6 +93,7 @@ class _Nobody:
             "build the model again"
         )
 
+    frames = ()
     touched = operate = gradient = set_gradient = may_require_grad = _refuse
 
 
@@ -86,7 +110,20 @@ def store_values(
     Afterwards each original Python object is the placeholder, so that references kept elsewhere (an optimizer's
     groups, a list of the user's) go on meaning the same parameter.
     """
+    for tiled in tiled_parameters(bound):
+        parameters, name = tiled._homes[0]
+        original = parameters[name]
+        with torch.no_grad():
+            _store_tiles(initial_value(original), tiled, bound, placement, stores)
+        release_initial_value(original)
+        replaced = _replace(original, tiled)
+        assert isinstance(replaced, TiledParameter)
+        for piece in replaced._pieces:
+            bound[piece.unit].placeholders[piece.slot] = replaced
+        replaced.show(replaced)
     for unit in bound:
+        if isinstance(unit.placeholders[0], TiledParameter):
+            continue
         originals = [parameters[name] for homes in unit.homes for parameters, name in homes[:1]]
         writers = [FlatWriter(stores[StateKind.PARAM], unit.unit, unit.unit.layout.dtype)]
         if placement.has(StateKind.MASTER, unit.unit):
@@ -105,6 +142,23 @@ def store_values(
             writer.close()
 
 
+def _store_tiles(
+    value: torch.Tensor,
+    tiled: TiledParameter,
+    bound: list[BoundUnit],
+    placement: Placement,
+    stores: dict[StateKind, Store],
+) -> None:
+    for piece in tiled._pieces:
+        unit = bound[piece.unit].unit
+        tile = value[piece.region].reshape(-1)
+        for kind in (StateKind.PARAM, StateKind.MASTER):
+            if placement.has(kind, unit):
+                writer = FlatWriter(stores[kind], unit, placement.dtype(kind, unit))
+                writer.write(unit.layout.slots[piece.slot], tile)
+                writer.close()
+
+
 def _replace(original: nn.Parameter, placeholder: LentParameter) -> LentParameter:
     """Makes ``original`` itself the placeholder where torch allows it; frees its values in any case."""
     spilled = isinstance(original, OffloadedParameter)
@@ -121,17 +175,29 @@ def _replace(original: nn.Parameter, placeholder: LentParameter) -> LentParamete
 
 def restore_values(bound: Sequence[BoundUnit], stores: dict[StateKind, Store]) -> None:
     """Gives every module real parameters back, in RAM in the compute dtype."""
-    for unit in bound:
+    uncut = [unit for unit in bound if not isinstance(unit.placeholders[0], TiledParameter)]
+    for tiled in tiled_parameters(bound):
+        whole = torch.empty(tiled.shape, dtype=tiled.dtype)
+        for piece in tiled._pieces:
+            of = bound[piece.unit].unit
+            whole[piece.region] = read_slot(stores[StateKind.PARAM], of, of.layout.slots[piece.slot], of.layout.dtype)
+        _restore(tiled, whole, tiled._homes)
+    for unit in uncut:
         for number, (slot, placeholder) in enumerate(zip(unit.unit.layout.slots, unit.placeholders, strict=True)):
             value = read_slot(stores[StateKind.PARAM], unit.unit, slot, unit.unit.layout.dtype)
-            real = nn.Parameter(value, requires_grad=placeholder.requires_grad)
-            hooks = placeholder._hooks
-            real.__dict__.update({k: v for k, v in placeholder.__dict__.items() if k not in OWN_ATTRIBUTES})
-            try:
-                torch.utils.swap_tensors(placeholder, real)  # type: ignore[no-untyped-call]
-                real = placeholder
-            except RuntimeError:  # something refers to the placeholder weakly
-                for parameters, name in unit.homes[number]:
-                    parameters[name] = real
-            if hooks:
-                real._backward_hooks = hooks
+            _restore(placeholder, value, unit.homes[number])
+
+
+def _restore(placeholder: LentParameter, value: torch.Tensor, homes: list[tuple[dict[str, Any], str]]) -> None:
+    """Makes ``placeholder`` itself a real parameter where torch allows it, else puts one in its places."""
+    real = nn.Parameter(value, requires_grad=placeholder.requires_grad)
+    hooks = placeholder._hooks
+    real.__dict__.update({k: v for k, v in placeholder.__dict__.items() if k not in OWN_ATTRIBUTES})
+    try:
+        torch.utils.swap_tensors(placeholder, real)  # type: ignore[no-untyped-call]
+        real = placeholder
+    except RuntimeError:  # something refers to the placeholder weakly
+        for parameters, name in homes:
+            parameters[name] = real
+    if hooks:
+        real._backward_hooks = hooks

@@ -23,10 +23,11 @@ from infinity.memory.host import HostMemory
 from infinity.obs.ledger import Ledger
 from infinity.optim.rules import AdamRule
 from infinity.optim.updater import Updater
-from infinity.plan import Plan, PlanLine, plan_memory
+from infinity.plan import Plan, PlanLine
 from infinity.plan.memory import READ_AHEAD, slab_classes
 from infinity.plan.placement import STREAMED_KINDS
-from infinity.shard.partition import Partition, partition
+from infinity.plan.tiling import plan_units
+from infinity.shard.partition import Partition
 from infinity.storage.activation_file import ActivationFile
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, Store
@@ -104,14 +105,11 @@ def plan_for(
     model: nn.Module, config: Config, *, world_size: int = 1, read_ahead: int | None = None, moments: bool | None = None
 ) -> tuple[Partition, Plan]:
     """The units of a model, which may be on the meta device, with the plan for them."""
-    units = config.infinity.units
-    found = partition(
-        model, units if isinstance(units, str) else list(units), COMPUTE_DTYPES[config.param_dtype], world_size
-    )
     if moments is None:
         moments = config.optimizer is None or config.optimizer.adam is not None
     ahead = READ_AHEAD if read_ahead is None else read_ahead
-    return found, plan_memory(found, config, read_ahead=ahead, moments=moments)
+    dtype = COMPUTE_DTYPES[config.param_dtype]
+    return plan_units(model, config, dtype, world_size=world_size, read_ahead=ahead, moments=moments)
 
 
 def plan_model(
@@ -156,7 +154,6 @@ def _check_supported(config: Config) -> None:
     partly = [block for block in (zero.offload_param, zero.offload_optimizer) if block and block.ratio != 1.0]
     unsupported = {
         'infinity.device: "cuda"': own.device == "cuda",
-        "infinity.tile_bytes": own.tile_bytes != "auto",
         "infinity.verify": own.verify,
         f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
         "fp16.auto_cast": config.fp16.auto_cast,

@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from infinity.config import Config
-from infinity.engine.attach import bind_units, check_parameters, store_values
+from infinity.engine.attach import bind_units, check_parameters, store_values, tiled_parameters
 from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
 from infinity.engine.engine import Engine
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
+from infinity.engine.tiled_parameter import TiledParameter
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import updates_of
 from infinity.errors import ConfigError
@@ -62,6 +63,11 @@ def initialize(
     _freeze_others(model, groups)
     parts = build_parts(model, settings, injected or Injected(), moments=shadow is None)
     try:
+        if shadow is not None and parts.partition.tiled:
+            raise ConfigError(
+                f"{parts.partition.tiled[0].name} is cut into tiles, which only the native Adam and AdamW update. "
+                "Use one of those, or leave infinity.tile_bytes out and make it an nn.Linear if it is a TiledLinear"
+            )
         engine = _attach(model, parts, groups)
     except BaseException:
         parts.close()
@@ -87,12 +93,15 @@ def initialize(
 
 def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     bound = bind_units(model, parts.partition, parts.device.torch_device)
-    places = {}
+    places: dict[int, tuple[tuple[int, int], ...]] = {}
     for unit in bound:
-        for slot, homes in enumerate(unit.homes):
-            parameters, name = homes[0]
-            places[id(parameters[name])] = (unit.unit.index, slot)
-    group_of = {places[id(p)]: number for number, group in enumerate(groups or []) for p in group["params"]}
+        for homes, placeholder in zip(unit.homes, unit.placeholders, strict=True):
+            own = placeholder._homes if isinstance(placeholder, TiledParameter) else homes
+            parameters, name = own[0]
+            places[id(parameters[name])] = placeholder.places
+    group_of = {
+        place: number for number, group in enumerate(groups or []) for p in group["params"] for place in places[id(p)]
+    }
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
     runtime.activations = parts.activations
@@ -104,9 +113,11 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     for unit in bound:
         for placeholder in unit.placeholders:
             placeholder._owner = runtime
+    runtime.tiled = tiled_parameters(bound)
     for group in groups or []:
         group["params"] = [
-            bound[places[id(p)][0]].placeholders[places[id(p)][1]] if id(p) in places else p for p in group["params"]
+            bound[places[id(p)][0][0]].placeholders[places[id(p)][0][1]] if id(p) in places else p
+            for p in group["params"]
         ]
     _cast_buffers(model, COMPUTE_DTYPES[parts.config.param_dtype])
     entries = []
@@ -117,9 +128,10 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
         entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute))
     called = {entry.path for entry in parts.partition.entries}
     for path, module in modules.items():
-        own = {p._place[0] for p in module._parameters.values() if isinstance(p, OffloadedParameter)}
-        if own and path not in called:
-            entries.append(EntryModule(runtime, path, module, tuple(sorted(own)), recompute=False, guest=True))
+        offloaded = [p for p in module._parameters.values() if isinstance(p, OffloadedParameter)]
+        if offloaded and path not in called:
+            own_units = tuple(sorted({p._place[0] for p in offloaded if not isinstance(p, TiledParameter)}))
+            entries.append(EntryModule(runtime, path, module, own_units, recompute=False, guest=True))
     for wrapped in entries:
         wrapped.install()
     return Engine(model, parts, runtime, entries, _scaler(parts.config), group_of)

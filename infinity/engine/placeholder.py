@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import OffloadedError
 
-OWN_ATTRIBUTES = frozenset(("_name", "_owner", "_place", "_hooks"))
+OWN_ATTRIBUTES = frozenset(("_name", "_owner", "_place", "_hooks", "_pieces", "_homes", "_gathered"))
 """What a placeholder has beside the attributes that the user gave the parameter."""
 
 
@@ -65,6 +65,11 @@ class OffloadedParameter(nn.Parameter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Unit index, slot number of everything it is made of."""
+        return (self._place,)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from infinity.device.cpu import CpuDevice
 from infinity.engine.bound_unit import BoundUnit
 from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.tiled_parameter import TiledParameter, TiledParameters
 from infinity.engine.tree import Tree, tensors_in
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError, StorageError
@@ -139,6 +140,7 @@ class Runtime:
         self.settle_parts: Callable[[], None]
         self.stores: dict[StateKind, Store]
         self.placement: Placement
+        self.tiled = TiledParameters()
         self._said: set[str] = set()
         self._leaves: dict[tuple[int, int, bool], tuple[list[bool], list[nn.Parameter]]] = {}
 
@@ -182,6 +184,8 @@ class Runtime:
             self.params.begin_inference()
         self.frames.append(frame)
         try:
+            if outermost:
+                self.tiled.hide_gathered()
             with (
                 self.watched(),
                 self.device.uncached_autocast(),
@@ -196,6 +200,8 @@ class Runtime:
         finally:
             frame.close()
             self.frames.remove(frame)
+            if outermost:
+                self.tiled.show_gathered()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -317,6 +323,8 @@ class Runtime:
 
     def touched(self, placeholder: OffloadedParameter, function: str) -> torch.Tensor:
         """Values for an operation on a placeholder, if a running call may be lent its unit."""
+        if isinstance(placeholder, TiledParameter) and (whole := placeholder.whole(function)) is not None:
+            return whole
         index, slot = placeholder._place
         if slot in self.units[index].gathered:
             return self.units[index].gathered[slot]
@@ -387,11 +395,11 @@ class Runtime:
 
     def set_gradient(self, placeholder: OffloadedParameter, value: torch.Tensor | None) -> None:
         """Assigning None drops the gradient, as in plain torch."""
-        index, slot = placeholder._place
         if value is not None:
             raise OffloadedError(f"the gradient of {placeholder._name} cannot be assigned; let backward() produce it")
-        if not self.closed and self.units[index].unit.trainable:
-            self.grads.discard(index, slot)
+        for index, slot in placeholder.places:
+            if not self.closed and self.units[index].unit.trainable:
+                self.grads.discard(index, slot)
 
     def loss_factor(self) -> float:
         """What a bare ``loss.backward()`` still has to be multiplied by at the model's output."""
@@ -434,12 +442,4 @@ class Runtime:
             log.warning(message)
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()

@@ -224,12 +224,16 @@ def _with_param_slabs(plan: Plan, partition: Partition, config: Config) -> Plan:
 
 
 def _lent_at_once(partition: Partition, classes: dict[int, list[Unit]]) -> dict[int, int]:
-    """Slabs of each size that one call needs: its own units with those of every call around it."""
+    """Slabs of each size that one call needs: its own units, or one tile, with those of every call around it."""
     size_of = {unit.index: nbytes for nbytes, units in classes.items() for unit in units}
     counts = dict.fromkeys(classes, 1)
-    for entry in partition.entries:
-        around = [other for other in partition.entries if _encloses(other.path, entry.path)]
-        lent = Counter(size_of[index] for index in {index for other in around for index in other.units})
+    uses = {(entry.path, entry.units) for entry in partition.entries}
+    for matrix in partition.tiled:
+        largest = {size_of[piece.unit]: piece.unit for piece in matrix.pieces}
+        uses |= {(path, (unit,)) for path, _ in matrix.homes for unit in largest.values()}
+    for path, units in uses:
+        around = [other.units for other in partition.entries if _encloses(other.path, path)]
+        lent = Counter(size_of[index] for index in {index for members in [*around, units] for index in members})
         for nbytes, count in lent.items():
             counts[nbytes] = max(counts[nbytes], count)
     return counts

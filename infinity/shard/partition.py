@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.shard.layout import FlatLayout, flat_layout
+from infinity.shard.tiles import WHOLE, Piece, Splits, TiledMatrix, splits_for, tiles_of
 
 LARGE_LEAF_NUMEL = 1 << 16
 """A childless module outside every block that owns at least this many parameters is a unit of its own."""
@@ -23,7 +24,8 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Unit:
     """Parameters of one dtype that are trained, or frozen, together; they move as one flat buffer.
 
-    ``homes[i]`` lists every ``(module path, attribute)`` under which slot ``i`` is known, the first being its own.
+    ``homes[i]`` lists every ``(module path, attribute)`` under which slot ``i`` is known, the first being its own. A
+    unit that is a tile has no home: it is a part of what modules know, which ``Partition.tiled`` describes.
     """
 
     index: int
@@ -48,10 +50,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class Partition:
-    """All units in memory order, all entries, parents before children."""
+    """All units in memory order, all entries, parents before children, the matrices that are cut into tiles."""
 
     units: tuple[Unit, ...]
     entries: tuple[Entry, ...]
+    tiled: tuple[TiledMatrix, ...] = ()
+
+    @property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Every parameter by the name its user knows, with the places where its elements are; tied ones once."""
+        tiles = {(piece.unit, piece.slot) for matrix in self.tiled for piece in matrix.pieces}
+        found = {
+            slot.name: (Piece(slot.name, slot.shape, unit.index, number, (0,) * len(slot.shape), slot.shape),)
+            for unit in self.units
+            for number, slot in enumerate(unit.layout.slots)
+            if (unit.index, number) not in tiles
+        }
+        return found | {matrix.name: matrix.pieces for matrix in self.tiled}
 
     @property
     def parameters(self) -> int:
@@ -63,12 +78,18 @@ class Partition:
 
 
 def partition(
-    model: nn.Module, units: str | Sequence[str] = "auto", dtype: torch.dtype | None = None, world_size: int = 1
+    model: nn.Module,
+    units: str | Sequence[str] = "auto",
+    dtype: torch.dtype | None = None,
+    world_size: int = 1,
+    tile_bytes: int | None = None,
 ) -> Partition:
     """Finds the units of ``model``, which may be on the meta device; nothing is allocated.
 
     ``units`` is ``"auto"`` (children of one class in a list or sequence, embeddings, linears, large leaves) or a list
     of class names and name patterns. ``dtype`` is what floating parameters will be computed in, None for their own.
+    A linear or embedding weight of more than ``tile_bytes`` in that dtype is cut into units of at most so many bytes;
+    with None only those are that ask for it themselves, such as ``TiledLinear``.
     """
     blocks, leaves = _named_units(model, units) if units != "auto" else _found_units(model)
     entry_paths = ["", *[path for path, _ in model.named_modules() if path in blocks or path in leaves]]
@@ -77,6 +98,7 @@ def partition(
     members: dict[str, list[tuple[str, nn.Parameter]]] = {path: [] for path in entry_paths}
     homes: dict[int, list[tuple[str, str]]] = {}
     visitors: dict[int, list[str]] = {}
+    splits: dict[int, Splits] = {}
     for module_path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -84,14 +106,20 @@ def partition(
             entry = _innermost(module_path, members)
             if id(parameter) not in homes:
                 homes[id(parameter)] = []
+                compute = compute_dtype(parameter, dtype)
+                splits[id(parameter)] = splits_for(
+                    module, attribute, tuple(parameter.shape), compute.itemsize, tile_bytes
+                )
                 members[entry].append((f"{module_path}.{attribute}" if module_path else attribute, parameter))
             homes[id(parameter)].append((module_path, attribute))
             visitors.setdefault(id(parameter), []).append(entry)
 
     found: list[Unit] = []
+    tiled: list[TiledMatrix] = []
     lends: dict[str, list[int]] = {path: [] for path in entry_paths}
     for path in entry_paths:
-        for (compute, trainable), group in _homogeneous(members[path], dtype).items():
+        kept = [(name, p) for name, p in members[path] if splits[id(p)] == WHOLE]
+        for (compute, trainable), group in _homogeneous(kept, dtype).items():
             layout = flat_layout([(name, tuple(p.shape)) for name, p in group], compute, world_size)
             name = path or "(root)"
             if len(lends[path]) > 0:
@@ -102,8 +130,40 @@ def partition(
                 for visitor in visitors[id(parameter)]:
                     if unit.index not in lends[visitor]:
                         lends[visitor].append(unit.index)
-    entries = tuple(Entry(path, tuple(lends[path]), path in blocks) for path in entry_paths)
-    return Partition(tuple(found), entries)
+        cut = [(name, p) for name, p in members[path] if splits[id(p)] != WHOLE]
+        for (compute, trainable), group in _homogeneous(cut, dtype).items():
+            for name, parameter in group:
+                shape = tuple(parameter.shape)
+                units_of, pieces = _tiles(name, shape, splits[id(parameter)], compute, trainable, world_size, found)
+                found += units_of
+                tiled.append(TiledMatrix(name, shape, trainable, tuple(homes[id(parameter)]), pieces))
+    entries = tuple(
+        Entry(path, tuple(lends[path]), path in blocks)
+        for path in entry_paths
+        if lends[path] or path == "" or path in blocks  # of a leaf that is all tiles nothing is left to lend
+    )
+    return Partition(tuple(found), entries, tuple(tiled))
+
+
+def _tiles(
+    name: str,
+    shape: tuple[int, ...],
+    splits: Splits,
+    dtype: torch.dtype,
+    trainable: bool,
+    world_size: int,
+    before: Sequence[Unit],
+) -> tuple[list[Unit], tuple[Piece, ...]]:
+    """One unit per tile of a matrix, numbered after the units ``before`` it."""
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    for start, stop in tiles_of(shape, splits):
+        tile_name = f"{name}[{start[0]}:{stop[0]}, {start[1]}:{stop[1]}]"
+        piece = Piece(name, shape, len(before) + len(units), 0, start, stop)
+        layout = flat_layout([(tile_name, piece.tile_shape)], dtype, world_size)
+        units.append(Unit(piece.unit, tile_name, layout, trainable, ((),)))
+        pieces.append(piece)
+    return units, tuple(pieces)
 
 
 def compute_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

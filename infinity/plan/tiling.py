@@ -1,0 +1,66 @@
+"""Chooses the units together with their plan, cutting large matrices where it would not fit otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.errors import CapacityError
+from infinity.plan.memory import READ_AHEAD, Plan, plan_memory
+from infinity.shard.partition import Partition, partition
+from infinity.tier import PAGE_BYTES
+
+MIN_AUTO_TILE_BYTES = 64 << 10
+"""Below this, a tile costs more to ask for than to read."""
+
+
+def plan_units(
+    model: nn.Module,
+    config: Config,
+    dtype: torch.dtype | None,
+    *,
+    world_size: int = 1,
+    read_ahead: int = READ_AHEAD,
+    moments: bool = True,
+) -> tuple[Partition, Plan]:
+    """The units of ``model``, which may be on the meta device, with the plan for them.
+
+    ``infinity.tile_bytes`` "auto" cuts nothing while the plan fits. Where it does not, and ``device_memory`` is
+    given, tiles are the largest of which two fit beside everything else (one is computed with while the other is
+    read), or one if two never do. Raises ``CapacityError``, about the uncut model, if no tiles fit either.
+    """
+    units, wanted = config.infinity.units, config.infinity.tile_bytes
+
+    def attempt(tile_bytes: int | None) -> tuple[Partition, Plan]:
+        found = partition(model, units if isinstance(units, str) else list(units), dtype, world_size, tile_bytes)
+        return found, plan_memory(found, config, read_ahead=read_ahead, moments=moments)
+
+    if wanted != "auto":
+        return attempt(int(wanted))
+    try:
+        return attempt(None)
+    except CapacityError as error:
+        refusal = error
+    budget = config.infinity.device_memory
+    tile_bytes = 0 if budget == "auto" or not moments else int(budget) // 2 // PAGE_BYTES * PAGE_BYTES
+    single: tuple[Partition, Plan] | None = None
+    while tile_bytes >= MIN_AUTO_TILE_BYTES:
+        try:
+            found, plan = attempt(tile_bytes)
+        except CapacityError:
+            pass
+        else:
+            if _two_of_each(found, plan):
+                return found, plan
+            single = single or (found, plan)
+        tile_bytes = tile_bytes * 3 // 4 // PAGE_BYTES * PAGE_BYTES
+    if single is not None:
+        return single
+    raise refusal
+
+
+def _two_of_each(found: Partition, plan: Plan) -> bool:
+    """Whether a tile can be read while another one is computed with."""
+    tiles = {found.units[piece.unit].layout.nbytes() for matrix in found.tiled for piece in matrix.pieces}
+    return all(plan.param_slabs.get(min(size for size in plan.param_slabs if size >= tile), 2) > 1 for tile in tiles)

@@ -1,0 +1,123 @@
+"""Cuts large matrices into tiles that move one at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+MIN_TILE_ROWS = 32
+"""A tile has at least so many outputs while the inputs can be cut instead: thinner ones compute badly."""
+
+Splits = tuple[int, int]
+"""How often the first and the second dimension of a weight are cut."""
+
+WHOLE: Splits = (1, 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of the parameter ``name``, of ``shape``, that slot ``slot`` of unit ``unit`` holds: all, or a tile.
+
+    A slot is contiguous in its unit and holds ``parameter[start[0]:stop[0], start[1]:stop[1], ...]`` in row-major
+    order. ``Partition.pieces`` gives every parameter's pieces, which is all that is needed to store a model by the
+    names and flat ranges its user knows, however it is cut.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int
+    slot: int
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self.start) and self.stop == self.shape
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """What ``parameter[piece.region]`` is indexed with."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """``(position in the flat parameter, position in the slot, elements)`` of each contiguous stretch, in order."""
+        shape, tile = self.shape, self.tile_shape
+        if self.is_whole or len(shape) < 2 or tile[1:] == shape[1:]:
+            row = math.prod(shape[1:])
+            yield (self.start[0] * row if shape else 0), 0, math.prod(tile)
+            return
+        assert len(shape) == 2
+        for number in range(tile[0]):
+            yield (self.start[0] + number) * shape[1] + self.start[1], number * tile[1], tile[1]
+
+
+@dataclass(frozen=True)
+class TiledMatrix:
+    """A parameter that is cut: its name, its shape, where modules know it, its tiles in row-major order.
+
+    ``homes`` are the ``(module path, attribute)`` under which it is known, the first being its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    homes: tuple[tuple[str, str], ...]
+    pieces: tuple[Piece, ...]
+
+
+def splits_for(
+    module: nn.Module, attribute: str, shape: tuple[int, ...], itemsize: int, tile_bytes: int | None
+) -> Splits:
+    """How the parameter ``attribute`` of ``module`` is to be cut so that no tile has more than ``tile_bytes``.
+
+    Cut are the weights of ``nn.Linear`` and Hugging Face's ``Conv1D`` along the outputs, those of ``nn.Embedding``
+    along the rows; along the inputs only where tiles would be thinner than ``MIN_TILE_ROWS`` outputs. A module with
+    ``tile_splits``, such as ``TiledLinear``, says itself how. Everything else stays whole.
+    """
+    if attribute != "weight" or len(shape) != 2:
+        return WHOLE
+    wanted = getattr(module, "tile_splits", None)
+    if wanted is not None:
+        return wanted  # type: ignore[no-any-return]
+    if tile_bytes is None or math.prod(shape) * itemsize <= tile_bytes:
+        return WHOLE
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return (_parts(shape[0], shape[1] * itemsize, tile_bytes), 1) if plain else WHOLE
+    if isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return _linear_splits(shape[0], shape[1], itemsize, tile_bytes)
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        outputs, inputs = _linear_splits(shape[1], shape[0], itemsize, tile_bytes)
+        return inputs, outputs
+    return WHOLE
+
+
+def tiles_of(shape: tuple[int, ...], splits: Splits) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """``(start, stop)`` of every tile, in row-major order; all but the last of a row or column have one size."""
+    rows, columns = (_cuts(size, count) for size, count in zip(shape, splits, strict=True))
+    return [((top, left), (bottom, right)) for top, bottom in rows for left, right in columns]
+
+
+def _cuts(size: int, count: int) -> list[tuple[int, int]]:
+    step = -(-size // min(count, size))
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _linear_splits(outputs: int, inputs: int, itemsize: int, tile_bytes: int) -> Splits:
+    thinnest = min(MIN_TILE_ROWS, outputs)
+    columns = _parts(inputs, thinnest * itemsize, tile_bytes)
+    width = -(-inputs // columns)
+    return _parts(outputs, width * itemsize, tile_bytes), columns
+
+
+def _parts(size: int, nbytes_each: int, tile_bytes: int) -> int:
+    """The smallest number of parts of ``size`` things such that none is larger than ``tile_bytes``."""
+    return -(-size // max(1, tile_bytes // nbytes_each))
