@@ -21,6 +21,7 @@ from infinity.stream.params import ParamStream, Phase
 
 class _Frame(Protocol):
     phase: Phase
+    own: set[int]
     used: set[int]
 
 
@@ -158,6 +159,7 @@ class LentTiles:
     @contextmanager
     def lend(self, number: int) -> Iterator[Tensor]:
         piece, frame = self._placeholder._pieces[number], self._frame()
+        frame.own.add(piece.unit)
         frame.used.add(piece.unit)
         with torch.inference_mode(False):
             self._owner.params.lend((piece.unit,), frame.phase)

@@ -160,7 +160,9 @@ def _plan(
     grad_slabs: dict[int, int] = {}
     if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
         sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
-        grad_slabs = {nbytes: _grad_slabs(placement, units) for nbytes, units in slab_classes(trained, sizes).items()}
+        grad_slabs = {
+            nbytes: _grad_slabs(placement, units, partition) for nbytes, units in slab_classes(trained, sizes).items()
+        }
     lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in grad_slabs.items()]
     update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
@@ -174,17 +176,34 @@ def _plan(
     return plan
 
 
-def _grad_slabs(placement: Placement, units: Sequence[Unit]) -> int:
+def _grad_slabs(placement: Placement, units: Sequence[Unit], partition: Partition) -> int:
     """Slabs for ``units``: one that fills while another goes home.
 
     A gradient that is consumed in backward is there until its update is made. Without NVMe that is on the spot. Else
     updates are slower than backward, which never waits for one if every unit has a slab: where gradients may stay in
-    memory. Where they are to be on NVMe one more slab lets an update, another's reads, backward go on side by side.
+    memory. Where they are to be on NVMe one more slab lets an update, another's reads, backward go on side by side;
+    tiles all wait for the end of the call that they are used in.
     """
     waits = any(placement[kind] is Tier.NVME for kind in (StateKind.PARAM, *OPTIMIZER_KINDS))
     if not (placement.in_backward and waits):
         return min(len(units), GRAD_SLABS)
-    return min(len(units), GRAD_SLABS + 1) if placement[StateKind.GRAD] is Tier.NVME else len(units)
+    if placement[StateKind.GRAD] is not Tier.NVME:
+        return len(units)
+    callers = _callers_of_tiles(partition)
+    calls = [path for unit in units for path in callers.get(unit.index, ())]
+    waiting = (sum(_encloses(outer, entry.path) for outer in calls) for entry in partition.entries)
+    return min(len(units), GRAD_SLABS + 1 + max(waiting, default=0))
+
+
+def _callers_of_tiles(partition: Partition) -> dict[int, set[str]]:
+    """By unit index of each tile, the entries in whose calls it is used."""
+    paths = [entry.path for entry in partition.entries]
+    found: dict[int, set[str]] = {}
+    for matrix in partition.tiled:
+        around = ([path for path in paths if _encloses(path, home)] for home, _ in matrix.homes)
+        callers = {max(enclosing, key=len, default="") for enclosing in around}
+        found |= {piece.unit: callers for piece in matrix.pieces}
+    return found
 
 
 def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int, int]:

@@ -170,3 +170,19 @@ def test_the_device_holds_one_tile(tmp_path: Path) -> None:
         lines = [line for line in engine.plan.lines if line.tier is Tier.DEVICE]
         assert sum(line.total for line in lines) == engine.report()["tiers"]["device"]["peak_bytes"]
         assert engine.plan.param_slabs == {TILE: 2}, "the layer behind, the tile"
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_updates_in_backward_give_the_same_bits(tmp_path: Path, recompute: bool) -> None:
+    def trained(**block: Any) -> dict[str, Tensor]:
+        with attached(_built(decoder), configure(tmp_path, tile_bytes=TILE, recompute=recompute, **block)) as engine:
+            for batch in batches():
+                engine.backward(loss_of(engine.module, batch))
+                engine.step()
+            return engine.state_dict()
+
+    expected = trained()
+    for placement in ("auto", {"grad": "nvme"}):
+        found = trained(update_in_backward=True, placement=placement)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
