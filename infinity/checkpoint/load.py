@@ -67,8 +67,8 @@ def compare(
 
 
 def parameter_names(unit: Unit, slot: int) -> list[str]:
-    """Every name under which a parameter is known, its own first."""
-    return [f"{path}.{name}" if path else name for path, name in unit.homes[slot]]
+    """Every name under which a parameter is known, its own first; a tile is known by its region."""
+    return [f"{path}.{name}" if path else name for path, name in unit.homes[slot]] or [unit.layout.slots[slot].name]
 
 
 class StateWriter:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from infinity.engine.placeholder import Lender, LentParameter
 from infinity.errors import OffloadedError, ScheduleError
+from infinity.nn.cross_entropy import linear_cross_entropy, tiled_cross_entropy
 from infinity.nn.tiled import Assembled, Region, TiledEmbedding, tiled_linear
 from infinity.shard.tiles import Piece
 from infinity.stream.grads import GradStream
@@ -254,6 +255,20 @@ def _embedding(
     return TiledEmbedding.apply(tiles, indices, _anchor(weight), padding, weight.dtype)  # type: ignore[no-untyped-call]
 
 
+def _cross_entropy(
+    hidden: Any, weight: Any, targets: Any, *, ignore_index: int, reduction: str, chunk_tokens: int
+) -> Any:
+    tiles = weight.tiles("linear_cross_entropy")
+    if tiles is None or len({columns.start for _, columns in tiles.regions}) > 1:
+        return NotImplemented
+    return tiled_cross_entropy(tiles, hidden, _anchor(weight), targets, ignore_index, reduction, chunk_tokens)
+
+
 _BY_TILES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {F.linear: _linear, torch.addmm: _addmm, F.embedding: _embedding}
+    {
+        F.linear: _linear,
+        torch.addmm: _addmm,
+        F.embedding: _embedding,
+        linear_cross_entropy: _cross_entropy,
+    }
 )
