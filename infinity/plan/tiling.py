@@ -11,7 +11,7 @@ from infinity.plan.memory import READ_AHEAD, Plan, plan_memory
 from infinity.shard.partition import Partition, partition
 from infinity.tier import PAGE_BYTES
 
-MIN_AUTO_TILE_BYTES = 64 << 10
+MIN_AUTO_TILE_BYTES = 16 << 10
 """Below this, a tile costs more to ask for than to read."""
 
 

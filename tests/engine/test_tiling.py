@@ -186,3 +186,126 @@ def test_updates_in_backward_give_the_same_bits(tmp_path: Path, recompute: bool)
         found = trained(update_in_backward=True, placement=placement)
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_models_of_transformers_are_cut_by_themselves(tmp_path: Path, name: str, use_cache: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    if name == "gpt2":  # Conv1D, which has its weight the other way round; a tied head
+        settings = transformers.GPT2Config(
+            vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
+            pad_token_id=0, resid_pdrop=0.1, use_cache=use_cache,
+        )  # fmt: skip
+        kind, cut = transformers.GPT2LMHeadModel, "transformer.h.1.mlp.c_fc.weight"
+    else:  # no biases, a head of its own
+        settings = transformers.LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, use_cache=use_cache,
+        )  # fmt: skip
+        kind, cut = transformers.LlamaForCausalLM, "model.layers.1.mlp.gate_proj.weight"
+    generator = torch.Generator().manual_seed(1)
+    data = []
+    for _ in range(2):
+        tokens = torch.randint(3, 512, (2, 12), generator=generator)
+        data.append({"input_ids": tokens, "labels": tokens})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = model(**batch).loss
+        return found
+
+    block = {"device_memory": 250_000, "slabs": "auto"}
+    with pytest.raises(infinity.CapacityError, match="device memory"):
+        infinity.plan(kind(settings), configure(tmp_path, tile_bytes=1 << 30, **block))
+    check_model(lambda: kind(settings).train(), data, loss, tmp_path, exact=False, devices=["nvme"], **block)
+    torch.manual_seed(0)
+    model = kind(settings).eval()
+    prompt = {"input_ids": data[0]["input_ids"], "attention_mask": torch.ones_like(data[0]["input_ids"])}
+    tokens = model.generate(**prompt, do_sample=False, max_new_tokens=5)
+    with attached(model, configure(tmp_path, **block)) as engine:
+        assert tiles_in(engine)[cut] > 1
+        assert engine.report()["tiers"]["device"]["planned_bytes"] <= 250_000
+        assert torch.equal(model.generate(**prompt, do_sample=False, max_new_tokens=5), tokens)
+
+
+def test_accumulation_side_by_side_or_one_after_the_other(tmp_path: Path) -> None:
+    config = configure(tmp_path, tile_bytes=TILE, gas=3)
+    with attached(_built(decoder), config) as engine:
+        for batch in batches(3):
+            engine.backward(loss_of(engine.module, batch))
+            engine.step()
+        one_by_one = engine.state_dict()
+    with attached(_built(decoder), config) as engine:
+        engine.train_batch(batches(3))
+        together = engine.state_dict()
+    for name, value in one_by_one.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_hook_sees_the_whole_gradient(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def halve(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient / gradient.norm()
+
+    traces = []
+    for attach in (False, True):
+        model = _built(FirstIsWide)
+        model.up.weight.register_hook(halve)
+        if attach:
+            with attached(model, configure(tmp_path, tile_bytes=TILE)) as engine:
+                traces.append(train_attached(engine, vectors(2), loss_of))
+        else:
+            traces.append(train_plain(model, vectors(2), loss_of))
+    assert [gradient.shape for gradient in seen] == [(128, 64)] * 4
+    assert torch.equal(seen[0], seen[2])
+    torch.testing.assert_close(traces[1].weights["up.weight"], traces[0].weights["up.weight"])
+
+
+def test_other_operations_get_the_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Custom(FirstIsWide):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.gelu(x @ self.up.weight.t() + self.up.bias)).square().mean()
+
+    check_model(Custom, vectors(), loss_of, tmp_path, exact=True, devices=["nvme"], tile_bytes=TILE)
+    assert "up.weight is cut into tiles but t needs all of it at once" in caplog.text
+
+
+def test_frozen_tiles_pass_the_gradient_on(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = decoder()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model
+
+    check_model(build, batches(), loss_of, tmp_path, exact=False, devices=["nvme"], tile_bytes=TILE)
+
+
+def test_gradients_asked_for_by_name_deposit_nothing(tmp_path: Path) -> None:
+    with attached(_built(FirstIsWide), configure(tmp_path, tile_bytes=TILE)) as engine:
+        x = vectors(1)[0][0].requires_grad_()
+        (gradient,) = torch.autograd.grad(engine(x), [x])
+        assert gradient.abs().sum() > 0
+        assert infinity.get_full_grad(engine.module.up.weight) is None
+
+
+def test_what_tiles_cannot_do_is_refused(tmp_path: Path) -> None:
+    model = _built(FirstIsWide)
+    with (
+        pytest.raises(infinity.ConfigError, match=r"up\.weight is cut into tiles.*SGD|native Adam"),
+        attached(
+            model,
+            {**configure(tmp_path, tile_bytes=TILE), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        ),
+    ):
+        pass
+    with attached(model, configure(tmp_path, tile_bytes=TILE)) as engine:
+        loss = engine(*vectors(1)[0])
+        engine.backward(engine(*vectors(1)[0]))
+        engine.step()
+        with pytest.raises(infinity.ScheduleError, match="between a forward and its backward"):
+            loss.backward()
+        model.up.weight = nn.Parameter(torch.zeros(128, 64))
+        with pytest.raises(infinity.OffloadedError, match=r"up\.weight was replaced"):
+            engine(*vectors(1)[0])
