@@ -42,6 +42,6 @@ class _Stretches:
             checkpoint(self._forward, stretch, use_reentrant=False)
             if torch.is_grad_enabled()
             else self._forward(stretch)
-            for stretch in x.split(self._tokens, dim=-2)
+            for stretch in torch.split(x, self._tokens, dim=-2)
         ]
         return torch.cat(parts, dim=-2)
