@@ -90,7 +90,7 @@ class InfinityConfig(Block):
     units: Units = "auto"
     """Class names or module name patterns whose parameters move together."""
     tile_bytes: AutoSomeBytes = "auto"
-    """Linears above this become tiles."""
+    """Linears and embeddings above this become tiles; auto cuts where ``device_memory`` would not hold the plan."""
     update_in_backward: bool = False
     """Updates each unit as soon as backward has its gradient: needs no clipping, no accumulation, no fp16."""
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -66,7 +66,12 @@ def tiled_cross_entropy(
     if bool((counted & ((flat < 0) | (flat >= tiles.shape[0]))).any()):
         raise IndexError(f"a target is out of range: classes are 0 to {tiles.shape[0] - 1}, or {ignore_index}")
     states = hidden.reshape(-1, hidden.shape[-1])
-    losses: Tensor = _CrossEntropy.apply(tiles, states, weight, flat, counted, chunk_tokens)  # type: ignore[no-untyped-call]
+    cast: torch.dtype | None = None
+    if torch.is_autocast_enabled(hidden.device.type):
+        cast = torch.get_autocast_dtype(hidden.device.type)
+        states = states.to(cast)
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses: Tensor = _CrossEntropy.apply(tiles, states, weight, flat, counted, chunk_tokens, cast)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(targets.shape)
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
@@ -77,16 +82,24 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, hidden: Tensor, weight: Tensor | None, targets: Tensor, counted: Tensor, chunk: int
+        ctx: Any,
+        tiles: Tiles,
+        hidden: Tensor,
+        weight: Tensor | None,
+        targets: Tensor,
+        counted: Tensor,
+        chunk: int,
+        cast: torch.dtype | None,
     ) -> Tensor:
-        ctx.tiles, ctx.chunk = tiles, chunk
+        ctx.tiles, ctx.chunk, ctx.cast = tiles, chunk, cast
         tiles.attach(weight)
         tokens = hidden.shape[0]
         largest = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=hidden.device)
         total = torch.zeros_like(largest)
         own = torch.zeros_like(largest)
         for number in range(len(tiles.regions)):
-            with tiles.lend(number) as tile:
+            with tiles.lend(number) as lent:
+                tile = lent if cast is None else lent.to(cast)
                 for part in _chunks(tokens, chunk):
                     logits = _logits(tiles, number, hidden, tile, part)
                     above = torch.maximum(largest[part], logits.amax(1))
@@ -112,7 +125,8 @@ class _CrossEntropy(torch.autograd.Function):
         for number in reversed(range(len(tiles.regions))):
             rows, _ = tiles.regions[number]
             to_tile: Tensor | None = None
-            with tiles.lend(number) as tile:
+            with tiles.lend(number) as lent:
+                tile = lent if ctx.cast is None else lent.to(ctx.cast)
                 for part in _chunks(hidden.shape[0], ctx.chunk):
                     share = (_logits(tiles, number, hidden, tile, part) - normaliser[part, None]).exp()
                     inside, column = _inside(tiles, number, targets[part])
@@ -127,7 +141,7 @@ class _CrossEntropy(torch.autograd.Function):
             if to_tile is not None:
                 tiles.deposit(number, to_tile)
         to_states = None if to_hidden is None else to_hidden.to(hidden.dtype)
-        return None, to_states, tiles.gradient(), None, None, None
+        return None, to_states, tiles.gradient(), None, None, None, None
 
 
 def _chunks(tokens: int, size: int) -> list[slice]:

@@ -207,9 +207,8 @@ class TiledEmbedding(torch.autograd.Function):
         out = torch.empty(flat.numel(), tiles.shape[1], dtype=dtype, device=indices.device)
         for number, (rows, columns) in enumerate(tiles.regions):
             found = _found(flat, rows)
-            if found.numel():  # a tile of which no row is asked for stays where it is
-                with tiles.lend(number) as tile:
-                    out[found, columns] = tile[flat[found] - rows.start]
+            with tiles.lend(number) as tile:  # even if no row of it is asked for: the order does not depend on data
+                out[found, columns] = tile[flat[found] - rows.start]
         shaped: Tensor = out.view(*indices.shape, tiles.shape[1])
         return shaped
 

@@ -372,8 +372,8 @@ _NAMES = {
 }
 
 _REMEDIES = {
-    Tier.DEVICE: "or make units smaller (infinity.units), or offload more (zero_optimization.offload_param, "
-    "offload_optimizer)",
+    Tier.DEVICE: "or make units smaller (infinity.units, infinity.tile_bytes), or offload more "
+    "(zero_optimization.offload_param, offload_optimizer)",
     Tier.HOST: "or set a smaller zero_optimization.sub_group_size, or place a kind on NVMe, such as the gradients "
     '(infinity.placement: {"grad": "nvme"})',
     Tier.NVME: "or keep a kind in host memory (infinity.placement)",

@@ -47,16 +47,22 @@ class Piece:
         """What ``parameter[piece.region]`` is indexed with."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """``(position in the flat parameter, position in the slot, elements)`` of each contiguous stretch, in order."""
-        shape, tile = self.shape, self.tile_shape
-        if self.is_whole or len(shape) < 2 or tile[1:] == shape[1:]:
-            row = math.prod(shape[1:])
-            yield (self.start[0] * row if shape else 0), 0, math.prod(tile)
-            return
-        assert len(shape) == 2
-        for number in range(tile[0]):
-            yield (self.start[0] + number) * shape[1] + self.start[1], number * tile[1], tile[1]
+    def runs(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """``(position in the flat parameter, position in the slot, elements)`` of each contiguous stretch, in order.
+
+        ``low`` and ``high`` leave out what lies outside that range of the flat parameter.
+        """
+        high = math.prod(self.shape) if high is None else high
+        width = self.shape[-1] if len(self.shape) == 2 else math.prod(self.shape)
+        top, left, right = (*self.start, self.stop[1]) if len(self.shape) == 2 else (0, 0, width)
+        rows = self.tile_shape[0] if len(self.shape) == 2 else 1
+        if right - left == width:  # whole rows follow each other
+            top, left, right, width, rows = 0, top * width, (top + rows) * width, (top + rows) * width, 1
+        for number in range(max(0, low // max(width, 1) - top), min(rows, -(-high // max(width, 1)) - top)):
+            start = (top + number) * width + left
+            first, last = max(start, low), min(start + right - left, high)
+            if first < last:
+                yield first, number * (right - left) + first - start, last - first
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,20 @@ def test_sixteen_bit_is_as_near_to_the_truth_as_logits_are() -> None:
         assert (a - truth.grad).norm() < 1.5 * (b - truth.grad).norm()
 
 
+def test_under_autocast_backward_computes_what_forward_did() -> None:
+    found = []
+    for compute in (plain, linear_cross_entropy):
+        hidden, weight, targets = data()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = compute(hidden, weight, targets)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-2, atol=1e-3)
+    assert abs(found[0][0] - found[1][0]) < 1e-5
+    assert found[1][2].dtype is torch.float32
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest result of any operation."""
 

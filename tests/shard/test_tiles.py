@@ -28,8 +28,9 @@ class Conv1D(nn.Module):
 
 @given(
     rows=st.integers(1, 40), columns=st.integers(1, 40), down=st.integers(1, 9), across=st.integers(1, 9),
+    low=st.integers(0, 1600), high=st.integers(0, 1600),
 )  # fmt: skip
-def test_tiles_cover_a_matrix_once(rows: int, columns: int, down: int, across: int) -> None:
+def test_tiles_cover_a_matrix_once(rows: int, columns: int, down: int, across: int, low: int, high: int) -> None:
     seen = torch.zeros(rows, columns, dtype=torch.int64)
     flat = torch.arange(rows * columns)
     for start, stop in tiles_of((rows, columns), (down, across)):
@@ -41,6 +42,10 @@ def test_tiles_cover_a_matrix_once(rows: int, columns: int, down: int, across: i
         for position, at, count in piece.runs():
             found[at : at + count] = flat[position : position + count]
         assert torch.equal(found, tile), "the runs say where in the flat parameter each element of the tile is"
+        clipped = {
+            at + k: position + k for position, at, count in piece.runs(low, high) for k in range(count) if count > 0
+        }
+        assert clipped == {at: int(position) for at, position in enumerate(tile) if low <= position < high}
     assert (seen == 1).all()
 
 
@@ -104,3 +109,12 @@ def check_pieces(model: nn.Module, found: Partition) -> None:
             assert found.units[piece.unit].layout.slots[piece.slot].shape == piece.tile_shape
             places.append((piece.unit, piece.slot))
     assert sorted(places) == [(unit.index, slot) for unit in found.units for slot in range(len(unit.layout.slots))]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5)])
+def test_a_whole_parameter_of_any_shape_is_one_run(shape: tuple[int, ...]) -> None:
+    piece = Piece("p", shape, 0, 0, (0,) * len(shape), shape)
+    assert piece.is_whole
+    assert list(piece.runs()) == [(0, 0, math.prod(shape))]
+    if shape:
+        assert list(piece.runs(2, 5)) == [(2, 2, 3)]
