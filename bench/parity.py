@@ -1,10 +1,11 @@
 """Trains the same model with its state in every place and compares every bit.
 
-    python -m bench.parity [--quick] [--json]
+    python -m bench.parity [--quick] [--json] [--ranks 1,2,4]
 
 Losses, gradients, masters, moments of every cell must be ``torch.equal`` to those of a run whose state never leaves
 the device, and that run to a plain PyTorch loop. A last check compares ten fp32 steps with ``torch.optim.AdamW``, which
-rounds differently, within 1e-6. Exit code 1 if anything differs.
+rounds differently, within 1e-6. With ``--ranks`` so many processes share the micro-batches of one, at every stage,
+and are compared with that one. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -218,18 +219,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="every choice once, a few of them together")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--swap", default=".", help="directory for swap files (default: %(default)s)")
+    parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4, to compare with one rank instead")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     say = (lambda line: None) if given.json else print
     with tempfile.TemporaryDirectory(prefix="parity-", suffix=".swap", dir=os.path.abspath(given.swap)) as swap:
-        outcome = run(quick=given.quick, swap=swap, say=say)
+        if given.ranks:
+            from bench import parity_ranks  # which begins with this module
+
+            counts = [int(count) for count in given.ranks.split(",")]
+            outcome = parity_ranks.check(counts, quick=given.quick, swap=swap, say=say)
+        else:
+            outcome = run(quick=given.quick, swap=swap, say=say)
     if given.json:
         print(json.dumps(outcome.as_json()))
     else:
-        gap = max(outcome.against_adamw.values())
-        print(f"largest gap to torch.optim.AdamW: {gap:.2g} (allowed {TOLERANCE:g}); {outcome.seconds:.0f} s")
+        say_gap(outcome)
         print(f"cells: {outcome.equal} equal, {len(outcome.different)} different")
     return 1 if outcome.different else 0
+
+
+def say_gap(outcome: Outcome) -> None:
+    """The comparison with torch's optimizer, where there was one."""
+    if outcome.against_adamw:
+        gap = max(outcome.against_adamw.values())
+        print(f"largest gap to torch.optim.AdamW: {gap:.2g} (allowed {TOLERANCE:g}); {outcome.seconds:.0f} s")
 
 
 if __name__ == "__main__":

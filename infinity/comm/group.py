@@ -43,18 +43,22 @@ class Group:
         """Fills ``flat`` (uint8, ``world_size`` equal slices), of which slice ``rank`` is there after ``after``."""
         return after
 
-    def reduce(self, unit: int, unit_name: str, flags: bytes, flat: torch.Tensor) -> Ticket:
-        """Takes slice k of ``flat`` (uint8, ``world_size`` equal slices) to the sink of rank k, in rank order there."""
+    def reduce(self, unit: int, unit_name: str, flags: Sequence[bytes], flats: Sequence[torch.Tensor]) -> Ticket:
+        """Takes slice k of each of ``flats`` (uint8, ``world_size`` equal slices) to the sink of rank k.
+
+        There they come in the order of the ranks, those of one rank in the order given, each with its ``flags``.
+        """
         return DONE
 
     def serve(
         self,
-        shard: Callable[[int], torch.Tensor],
+        shard: Callable[[int], torch.Tensor] | None,
         sink: Callable[[int, bytes, torch.Tensor], None],
         staging: torch.Tensor,
         slice_bytes: Mapping[int, int],
     ) -> None:
-        """What the lane works with: ``shard`` reads a unit's own slice, ``sink`` takes one rank's gradients of it."""
+        """What the lane works with: ``sink`` takes one rank's gradients of this rank's slice; ``shard`` reads a unit's
+        own slice, where units are gathered so late that a rank may have to help out others."""
 
     def trace(self) -> bytes:
         """Says in which order this rank asked for units since the last call; ranks that did the same say the same."""

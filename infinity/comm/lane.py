@@ -47,7 +47,7 @@ class CommLane:
         self._open: set[LaneTicket] = set()
         self._lock = threading.Lock()
         self._position = Position()
-        self._shard: Callable[[int], torch.Tensor]
+        self._shard: Callable[[int], torch.Tensor] | None = None
         self._sink: Callable[[int, bytes, torch.Tensor], None]
         self._staging: torch.Tensor
         self._slice_bytes: Mapping[int, int] = {}
@@ -59,7 +59,7 @@ class CommLane:
 
     def serve(
         self,
-        shard: Callable[[int], torch.Tensor],
+        shard: Callable[[int], torch.Tensor] | None,
         sink: Callable[[int, bytes, torch.Tensor], None],
         staging: torch.Tensor,
         slice_bytes: Mapping[int, int],
@@ -80,11 +80,12 @@ class CommLane:
 
         return self._submit(work)
 
-    def reduce(self, unit: int, unit_name: str, flags: bytes, flat: torch.Tensor) -> Ticket:
+    def reduce(self, unit: int, unit_name: str, flags: Sequence[bytes], flats: Sequence[torch.Tensor]) -> Ticket:
         """See ``Group.reduce``."""
         self._trace.update(f"-{unit}".encode())
-        request = Request(Kind.REDUCE, unit, True, self.step, short(unit_name), flags)
-        return self._submit(lambda: self._exchange_slices(unit, self._agree(request), request.key, flat))
+        payload = bytes([len(flags)]) + b"".join(flags)
+        request = Request(Kind.REDUCE, unit, True, self.step, short(unit_name), payload)
+        return self._submit(lambda: self._exchange_slices(unit, self._agree(request), request.key, flats))
 
     def talk(self, name: str, words: bytes = b"") -> list[bytes]:
         """See ``Group.talk``."""
@@ -97,8 +98,11 @@ class CommLane:
 
     def broadcast(self, name: str, tensor: torch.Tensor, source: int) -> None:
         """See ``Group.broadcast``."""
-        flat = tensor.detach().view(-1).view(torch.uint8)
+        contiguous = tensor.detach().contiguous()
+        flat = contiguous.view(-1).view(torch.uint8)
         self.pieces(name, [flat if rank == source else flat[:0] for rank in range(len(self._peers) + 1)])
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(contiguous)
 
     def pieces(self, name: str, pieces: Sequence[torch.Tensor]) -> None:
         """See ``Group.pieces``."""
@@ -219,7 +223,7 @@ class CommLane:
             if first.kind is Kind.GATHER:
                 self._exchange_shards(first.unit, requests, first.key, None)
             else:
-                self._exchange_slices(first.unit, requests, first.key, None)
+                self._exchange_slices(first.unit, requests, first.key, ())
 
     def _ask(self, mine: Request) -> list[Request]:
         self._position = Position(self._position.count + 1, str(mine), time.monotonic())
@@ -264,6 +268,8 @@ class CommLane:
         """Every rank sends its slice of a unit to those who asked for it, straight into place."""
         wanting = [rank for rank, request in enumerate(requests) if request.key == key]
         if flat is None:
+            if self._shard is None:
+                raise self._diverged(requests)
             own, receives = self._shard(unit), {}
         else:
             slices = flat.chunk(len(requests))
@@ -272,20 +278,24 @@ class CommLane:
         self._swap("gather", {rank: own for rank in wanting if rank != self._rank}, receives)
 
     def _exchange_slices(
-        self, unit: int, requests: list[Request], key: tuple[int, int, str], flat: torch.Tensor | None
+        self, unit: int, requests: list[Request], key: tuple[int, int, str], flats: Sequence[torch.Tensor]
     ) -> None:
         """Those who have gradients of a unit send each rank its slice, which adds them up in the order of the ranks."""
-        giving = [rank for rank, request in enumerate(requests) if request.key == key]
-        size = self._slice_bytes[unit]
-        staged = {
-            peer: self._staging[place * size : (place + 1) * size]
-            for place, peer in enumerate(peer for peer in giving if peer != self._rank)
-        }
-        slices = flat.chunk(len(requests)) if flat is not None else []
-        self._swap("reduce", {peer: slices[peer] for peer in self._peers} if flat is not None else {}, staged)
-        for rank in giving:
-            mine = slices[rank] if rank == self._rank else staged[rank]
-            self._sink(unit, requests[rank].payload, mine)
+        giving = {rank: _layers(request.payload) for rank, request in enumerate(requests) if request.key == key}
+        slices = [flat.chunk(len(requests)) for flat in flats]
+        rounds = [giving]
+        if any(len(layers) > 1 for layers in giving.values()):  # there is room for one layer of each rank
+            rounds = [{rank: [flags]} for rank, layers in giving.items() for flags in layers]
+        sent = 0
+        for each in rounds:
+            size = self._slice_bytes[unit]
+            others = [rank for rank in each if rank != self._rank]
+            staged = {peer: self._staging[place * size : (place + 1) * size] for place, peer in enumerate(others)}
+            mine = slices[sent] if self._rank in each else ()
+            self._swap("reduce", {peer: mine[peer] for peer in self._peers} if mine else {}, staged)
+            for rank, layers in each.items():
+                self._sink(unit, layers[0], mine[rank] if rank == self._rank else staged[rank])
+            sent += bool(mine)
 
     def _swap(self, link: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         start = time.perf_counter()
@@ -293,6 +303,13 @@ class CommLane:
         self._ledger.begin(f"{link}_received", sum(tensor.nbytes for tensor in receives.values()))
         self._transport.swap(sends, receives)
         self._ledger.end(f"{link}_sent", start, time.perf_counter())
+
+
+def _layers(payload: bytes) -> list[bytes]:
+    """The flags of each layer of gradients that a rank gives."""
+    count, flags = payload[0], payload[1:]
+    each = len(flags) // count
+    return [flags[place * each : (place + 1) * each] for place in range(count)]
 
 
 def _listed(requests: Sequence[Request]) -> str:

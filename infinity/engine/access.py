@@ -10,7 +10,6 @@ from torch import nn
 
 from infinity.engine.placeholder import LentParameter, OffloadedParameter
 from infinity.engine.runtime import Runtime
-from infinity.engine.streamed import read_slot, write_slot
 from infinity.engine.tiled_parameter import TiledParameter, gathered_tiles
 from infinity.errors import OffloadedError
 from infinity.tier import StateKind
@@ -30,13 +29,7 @@ def _owner(parameter: torch.Tensor) -> Runtime:
 def _read(parameter: LentParameter, kind: StateKind) -> torch.Tensor:
     owner = _owner(parameter)
     with owner.alone(), owner.watched():
-        parts = []
-        for index, slot in parameter.places:
-            unit = owner.units[index].unit
-            parts.append(
-                read_slot(owner.stores[kind], unit, unit.layout.slots[slot], owner.placement.dtype(kind, unit))
-            )
-        return _joined(parameter, parts)
+        return _joined(parameter, [owner.homes.read(kind, index, slot) for index, slot in parameter.places])
 
 
 def _joined(parameter: LentParameter, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -50,18 +43,24 @@ def _joined(parameter: LentParameter, parts: list[torch.Tensor]) -> torch.Tensor
 
 
 def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of the parameter's most precise value, fp32 if it is floating, on the CPU. Waits for updates under way."""
+    """A copy of the parameter's most precise value, fp32 if it is floating, on the CPU. Waits for updates under way.
+
+    With several ranks all of these functions are collectives: every rank calls them, every rank gets the whole value.
+    """
     owner = _owner(parameter)
     assert isinstance(parameter, LentParameter)
     owner.settle()
     unit = owner.units[parameter._place[0]].unit
-    kind = StateKind.MASTER if owner.placement.has(StateKind.MASTER, unit) else StateKind.PARAM
+    kind = StateKind.MASTER if owner.homes.placement.has(StateKind.MASTER, unit) else StateKind.PARAM
     value = _read(parameter, kind)
     return value.float() if value.is_floating_point() else value
 
 
 def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Replaces the parameter's value, its fp32 master included. ``value`` has its shape, any floating dtype."""
+    """Replaces the parameter's value, its fp32 master included. ``value`` has its shape, any floating dtype.
+
+    With several ranks all call it, with the same value.
+    """
     owner = _owner(parameter)
     assert isinstance(parameter, LentParameter)
     if tuple(value.shape) != tuple(parameter.shape):
@@ -76,14 +75,13 @@ def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
             unit, part = owner.units[index].unit, value.detach()[region]
             owner.units[index].generation += 1
             for kind in (StateKind.PARAM, StateKind.MASTER):
-                if owner.placement.has(kind, unit):
-                    dtype = owner.placement.dtype(kind, unit)
-                    write_slot(owner.stores[kind], unit, unit.layout.slots[slot], dtype, part)
+                if owner.homes.placement.has(kind, unit):
+                    owner.homes.write(kind, index, slot, part)
         owner.params.drop_all()
 
 
 def get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient accumulated so far in this step, averaged over micro-batches, unscaled: fp32 on the CPU, or None."""
+    """The gradient of this step so far, averaged over micro-batches and ranks, unscaled: fp32 on the CPU, or None."""
     owner = _owner(parameter)
     assert isinstance(parameter, LentParameter)
     if not owner.units[parameter._place[0]].unit.trainable:
@@ -113,7 +111,7 @@ def gathered(
 ) -> Iterator[None]:
     """Inside, the given parameters (or a module's) have real values, in RAM outside the budgets.
 
-    In-place changes are kept, fp32 masters included, if this rank is ``modifier_rank`` or the only one.
+    In-place changes are kept, fp32 masters included: those of ``modifier_rank``, or of the only rank.
     """
     members: Iterable[torch.Tensor]
     if isinstance(parameters, nn.Module):
@@ -132,7 +130,12 @@ def gathered(
     whole = {p: value for p, value in pairs if not isinstance(p, TiledParameter)}
     with owner.shown(list(whole), list(whole.values())), gathered_tiles(tiled):
         yield
+    group = owner.homes.group
     for placeholder, value in zip(offloaded, values, strict=True):
+        if group.world_size > 1:
+            if modifier_rank is None:
+                continue
+            group.broadcast(f"the value of {placeholder._name}", value, modifier_rank)
         if not torch.equal(_read(placeholder, StateKind.PARAM), value):
             set_full_param(placeholder, value.detach())
 

@@ -11,14 +11,12 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from infinity.engine.bound_unit import BoundUnit
+from infinity.engine.homes import Homes
 from infinity.engine.materialize import initial_value, release_initial_value
 from infinity.engine.placeholder import OWN_ATTRIBUTES, LentParameter, OffloadedParameter
-from infinity.engine.streamed import FlatWriter, read_slot
 from infinity.engine.tiled_parameter import TiledParameter, TiledParameters
 from infinity.errors import ConfigError, OffloadedError
-from infinity.plan.placement import Placement
 from infinity.shard.partition import Partition
-from infinity.storage.store import Store
 from infinity.tier import StateKind
 
 
@@ -102,10 +100,11 @@ _NOBODY = _Nobody()
 
 def store_values(
     bound: list[BoundUnit],
-    placement: Placement,
-    stores: dict[StateKind, Store],
+    homes: Homes,
 ) -> None:
     """Writes every parameter to its tier, in compute dtype and as fp32 master, freeing the original as it goes.
+
+    With several ranks they are the values of rank 0, whatever random numbers the others began with.
 
     Afterwards each original Python object is the placeholder, so that references kept elsewhere (an optimizer's
     groups, a list of the user's) go on meaning the same parameter.
@@ -114,7 +113,7 @@ def store_values(
         parameters, name = tiled._homes[0]
         original = parameters[name]
         with torch.no_grad():
-            _store_tiles(initial_value(original), tiled, bound, placement, stores)
+            _store_tiles(initial_value(original), tiled, bound, homes)
         release_initial_value(original)
         replaced = _replace(original, tiled)
         assert isinstance(replaced, TiledParameter)
@@ -125,20 +124,21 @@ def store_values(
         if isinstance(unit.placeholders[0], TiledParameter):
             continue
         originals = [parameters[name] for homes in unit.homes for parameters, name in homes[:1]]
-        writers = [FlatWriter(stores[StateKind.PARAM], unit.unit, unit.unit.layout.dtype)]
-        if placement.has(StateKind.MASTER, unit.unit):
-            writers.append(FlatWriter(stores[StateKind.MASTER], unit.unit, torch.float32))
+        index = unit.unit.index
+        kinds = [kind for kind in (StateKind.PARAM, StateKind.MASTER) if homes.placement.has(kind, unit.unit)]
+        writers = [(homes.writer(kind, index), homes.unit(kind, index).layout.slots) for kind in kinds]
         for number, original in enumerate(originals):
             with torch.no_grad():
                 value = initial_value(original).reshape(-1)
-                for writer in writers:
-                    writer.write(unit.unit.layout.slots[number], value)
+                homes.group.broadcast(f"the initial value of {unit.placeholders[number]._name}", value, 0)
+                for writer, slots in writers:
+                    writer.write(slots[number], value)
             del value
             release_initial_value(original)
             unit.placeholders[number] = _replace(original, unit.placeholders[number])
             for parameters, name in unit.homes[number]:
                 parameters[name] = unit.placeholders[number]
-        for writer in writers:
+        for writer, _ in writers:
             writer.close()
 
 
@@ -146,16 +146,16 @@ def _store_tiles(
     value: torch.Tensor,
     tiled: TiledParameter,
     bound: list[BoundUnit],
-    placement: Placement,
-    stores: dict[StateKind, Store],
+    homes: Homes,
 ) -> None:
+    homes.group.broadcast(f"the initial value of {tiled._name}", value, 0)
     for piece in tiled._pieces:
         unit = bound[piece.unit].unit
         tile = value[piece.region].reshape(-1)
         for kind in (StateKind.PARAM, StateKind.MASTER):
-            if placement.has(kind, unit):
-                writer = FlatWriter(stores[kind], unit, placement.dtype(kind, unit))
-                writer.write(unit.layout.slots[piece.slot], tile)
+            if homes.placement.has(kind, unit):
+                writer = homes.writer(kind, piece.unit)
+                writer.write(homes.unit(kind, piece.unit).layout.slots[piece.slot], tile)
                 writer.close()
 
 
@@ -173,19 +173,17 @@ def _replace(original: nn.Parameter, placeholder: LentParameter) -> LentParamete
     return original  # type: ignore[return-value]
 
 
-def restore_values(bound: Sequence[BoundUnit], stores: dict[StateKind, Store]) -> None:
+def restore_values(bound: Sequence[BoundUnit], homes: Homes) -> None:
     """Gives every module real parameters back, in RAM in the compute dtype."""
     uncut = [unit for unit in bound if not isinstance(unit.placeholders[0], TiledParameter)]
     for tiled in tiled_parameters(bound):
         whole = torch.empty(tiled.shape, dtype=tiled.dtype)
         for piece in tiled._pieces:
-            of = bound[piece.unit].unit
-            whole[piece.region] = read_slot(stores[StateKind.PARAM], of, of.layout.slots[piece.slot], of.layout.dtype)
+            whole[piece.region] = homes.read(StateKind.PARAM, piece.unit, piece.slot)
         _restore(tiled, whole, tiled._homes)
     for unit in uncut:
-        for number, (slot, placeholder) in enumerate(zip(unit.unit.layout.slots, unit.placeholders, strict=True)):
-            value = read_slot(stores[StateKind.PARAM], unit.unit, slot, unit.unit.layout.dtype)
-            _restore(placeholder, value, unit.homes[number])
+        for number, placeholder in enumerate(unit.placeholders):
+            _restore(placeholder, homes.read(StateKind.PARAM, unit.unit.index, number), unit.homes[number])
 
 
 def _restore(placeholder: LentParameter, value: torch.Tensor, homes: list[tuple[dict[str, Any], str]]) -> None:

@@ -17,6 +17,8 @@ from infinity.comm import Group, open_group
 from infinity.config import Config
 from infinity.device.cpu import CpuDevice
 from infinity.device.lane import CallersLane, Lane
+from infinity.engine.homes import Homes
+from infinity.engine.ranks import check_alike, ranked_updater, share_of_threads, shared_units
 from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
@@ -27,7 +29,8 @@ from infinity.plan import Plan, PlanLine
 from infinity.plan.memory import READ_AHEAD, slab_classes
 from infinity.plan.placement import STREAMED_KINDS
 from infinity.plan.tiling import plan_units
-from infinity.shard.partition import Partition
+from infinity.shard.ownership import shard_of
+from infinity.shard.partition import Partition, Unit
 from infinity.storage.activation_file import ActivationFile
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, Store
@@ -35,6 +38,8 @@ from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.swap_file import SwapFile
 from infinity.stream.activations import Activations, ActivationStream, DeviceActivations
 from infinity.stream.consumed import ConsumedGradients, ConsumedGradStream
+from infinity.stream.exchange import GradExchange
+from infinity.stream.gathered import GatheredParams
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
@@ -58,7 +63,10 @@ class Injected:
 
 @dataclass
 class Parts:
-    """Everything an engine owns, in the order in which it is built; closed in reverse."""
+    """Everything an engine owns, in the order in which it is built; closed in reverse.
+
+    ``updated`` is what this rank updates of each unit, in stores[kind]: its slice, or all with one rank or stage 0.
+    """
 
     config: Config
     group: Group
@@ -69,13 +77,15 @@ class Parts:
     kernels: Kernels
     arenas: dict[Tier, Arena]
     memories: list[HostMemory]
+    homes: Homes
+    updated: tuple[Unit, ...]
+    stores: dict[StateKind, Store]
     swap: list[SwapDirectory] = field(default_factory=list)
     io: IoEngine | None = None
-    stores: dict[StateKind, Store] = field(default_factory=dict)
     lanes: list[Lane | CallersLane] = field(default_factory=list)
     activations: Activations = field(default_factory=DeviceActivations)
     params: ParamStream = None  # type: ignore[assignment]
-    grads: GradStream = None  # type: ignore[assignment]
+    grads: GradStream | GradExchange = None  # type: ignore[assignment]
     updater: Updater = None  # type: ignore[assignment]
 
     def settle(self) -> None:
@@ -99,17 +109,31 @@ class Parts:
                 last_to_first.callback(self.io.close)
             for lane in reversed(self.lanes):
                 last_to_first.callback(lane.close)
+            last_to_first.callback(self.group.close)
 
 
 def plan_for(
-    model: nn.Module, config: Config, *, world_size: int = 1, read_ahead: int | None = None, moments: bool | None = None
+    model: nn.Module,
+    config: Config,
+    *,
+    world_size: int = 1,
+    read_ahead: int | None = None,
+    moments: bool | None = None,
+    local_ranks: int = 1,
 ) -> tuple[Partition, Plan]:
     """The units of a model, which may be on the meta device, with the plan for them."""
     if moments is None:
         moments = config.optimizer is None or config.optimizer.adam is not None
     ahead = READ_AHEAD if read_ahead is None else read_ahead
-    dtype = COMPUTE_DTYPES[config.param_dtype]
-    return plan_units(model, config, dtype, world_size=world_size, read_ahead=ahead, moments=moments)
+    return plan_units(
+        model,
+        config,
+        COMPUTE_DTYPES[config.param_dtype],
+        world_size=world_size,
+        read_ahead=ahead,
+        moments=moments,
+        local_ranks=local_ranks,
+    )
 
 
 def plan_model(
@@ -121,14 +145,31 @@ def plan_model(
 
 def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments: bool = True) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
-    group = open_group()
-    if group.world_size != 1:
-        raise ConfigError(f"there are {group.world_size} ranks; this version trains on one")
     _check_supported(config)
+    ledger = injected.ledger or Ledger()
+    group = open_group(config.infinity.timeout_seconds, ledger, injected.delay)
+    try:
+        return _build(model, config, injected, group, ledger, moments=moments)
+    except BaseException:
+        group.close()
+        raise
+
+
+def _build(
+    model: nn.Module, config: Config, injected: Injected, group: Group, ledger: Ledger, *, moments: bool
+) -> Parts:
+    found, plan = plan_for(
+        model,
+        config,
+        world_size=group.world_size,
+        read_ahead=injected.read_ahead,
+        moments=moments,
+        local_ranks=group.local_world_size,
+    )
+    check_alike(group, config, found, plan, moments=moments)
     _check_update_in_backward(config, group.world_size, moments=moments)
-    found, plan = plan_for(model, config, world_size=group.world_size, read_ahead=injected.read_ahead, moments=moments)
     threads = config.infinity.adam_threads
-    kernels = open_kernels(config.infinity.isa, 0 if threads == "auto" else threads)
+    kernels = open_kernels(config.infinity.isa, share_of_threads(group) if threads == "auto" else threads)
     device = CpuDevice()
     memories: list[HostMemory] = []
     arenas = {}
@@ -137,7 +178,11 @@ def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments
         memory = device.allocate(nbytes) if tier is Tier.DEVICE else HostMemory(nbytes)
         memories.append(memory)
         arenas[tier] = Arena(tier, memory.bytes)
-    parts = Parts(config, group, device, found, plan, injected.ledger or Ledger(), kernels, arenas, memories)
+    slices = tuple(shard_of(unit, group.rank) for unit in found.units)
+    updated = found.units if StateKind.MASTER in plan.placement.whole else slices
+    homes = Homes(group, plan.placement, found.units, slices)
+    stores = homes.stores if updated is found.units else homes.slice_stores
+    parts = Parts(config, group, device, found, plan, ledger, kernels, arenas, memories, homes, updated, stores)
     try:
         _open_stores(parts, injected)
         _wire(parts, injected)
@@ -170,6 +215,11 @@ def _check_update_in_backward(config: Config, world_size: int, *, moments: bool)
     """What the config alone does not tell: the optimizer that was passed, accumulation by the batch sizes."""
     if not config.infinity.update_in_backward:
         return
+    if world_size > 1:
+        raise ConfigError(
+            f"`infinity.update_in_backward` is true, but there are {world_size} ranks, whose gradients are complete "
+            "only when all have come to the end of backward; set it to false"
+        )
     steps = config.resolve_batch(world_size).accumulation_steps
     if steps > 1:
         raise ConfigError(
@@ -207,14 +257,19 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
                 for unit in partition.units
                 if placement.has(kind, unit)
             }
-            parts.stores[kind] = MemoryStore(placement[kind], regions)
+            parts.homes.stores[kind] = MemoryStore(placement[kind], regions)
+            parts.homes.slice_stores[kind] = parts.homes.stores[kind]
+            if kind in placement.whole:
+                own = {index: region.chunk(placement.ranks)[parts.group.rank] for index, region in regions.items()}
+                parts.homes.slice_stores[kind] = MemoryStore(placement[kind], own)
             if kind is StateKind.GRAD and placement.in_backward:
-                parts.stores[kind] = ConsumedGradients()
+                parts.homes.slice_stores[kind] = ConsumedGradients()
             continue
         staging = parts.plan.staging.get(kind)
         pool = None if staging is None else _pool(parts, staging, injected)
         assert parts.io is not None
-        parts.stores[kind] = FileStore(parts.io, extents[kind], parts.ledger, pool)
+        store = FileStore(parts.io, extents[kind], parts.ledger, pool)
+        parts.homes.stores[kind] = parts.homes.slice_stores[kind] = store
     _open_activations(parts, spilled, injected)
 
 
@@ -294,7 +349,7 @@ def _update_waits(parts: Parts) -> bool:
 
 
 def _wire(parts: Parts, injected: Injected) -> None:
-    plan, units = parts.plan, parts.partition.units
+    plan, units, homes, group = parts.plan, parts.partition.units, parts.homes, parts.group
     trained = [unit for unit in units if unit.trainable]
     fetch = Lane("fetch", injected.delay)
     update = Lane("update", injected.delay) if _update_waits(parts) else CallersLane(injected.delay)
@@ -302,28 +357,25 @@ def _wire(parts: Parts, injected: Injected) -> None:
     pools = _pools(parts, Tier.DEVICE, plan.param_slabs, "parameter slabs", injected)
     sizes = _slab_bytes(units, [unit.layout.nbytes() for unit in units]) if pools else {}
     prefetch = parts.config.infinity.prefetch_units
-    parts.params = ParamStream(
-        units,
-        parts.stores[StateKind.PARAM],
-        pools,
-        sizes,
-        fetch,
-        parts.ledger,
-        None if prefetch == "auto" else prefetch,
-    )
+    look_ahead = None if prefetch == "auto" else prefetch
+    arguments = (units, homes.stores[StateKind.PARAM], pools, sizes, fetch, parts.ledger, look_ahead)
+    parts.params = GatheredParams(group, *arguments) if plan.placement.gathers else ParamStream(*arguments)
     pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient slabs", injected)
     sizes = _slab_bytes(trained, [unit.layout.shard_nbytes(torch.float32) for unit in trained]) if pools else {}
     stream = ConsumedGradStream if plan.placement.in_backward else GradStream
-    parts.grads = stream(units, parts.stores[StateKind.GRAD], pools, sizes, parts.kernels, parts.ledger)
-    parts.updater = Updater(
-        plan.placement,
-        parts.stores,
-        AdamRule(parts.kernels),
-        plan.subgroup_numel,
-        plan.read_ahead,
-        update,
-        parts.ledger,
-    )
+    grads = homes.slice_stores[StateKind.GRAD]
+    parts.grads = stream(homes.slices, grads, pools, sizes, parts.kernels, parts.ledger)
+    if group.world_size > 1:
+        pools = _pools(parts, Tier.DEVICE, plan.collection_slabs, "gradients to send", injected)
+        sizes = _slab_bytes(trained, [unit.layout.nbytes() for unit in trained]) if pools else {}
+        parts.grads = GradExchange(units, parts.grads, homes.slices, group, pools, sizes, shared_units(parts.partition))
+        received = parts.arenas[Tier.DEVICE].resident(plan.received_bytes, "gradients received")
+        slice_bytes = {unit.index: unit.layout.shard_nbytes() for unit in units}
+        shard = parts.params.slice_of if isinstance(parts.params, GatheredParams) else None
+        group.serve(shard, parts.grads.receive, received, slice_bytes)
+    rule = AdamRule(parts.kernels)
+    rest = (plan.placement, parts.stores, rule, plan.subgroup_numel, plan.read_ahead, update, parts.ledger)
+    parts.updater = Updater(*rest) if group.world_size == 1 else ranked_updater(homes, *rest)
 
 
 def _pool(parts: Parts, line: PlanLine, injected: Injected) -> SlabPool:

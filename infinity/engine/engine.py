@@ -152,7 +152,7 @@ class Engine(Keeping):
 
     def _step(self) -> None:
         assert self.optimizer is not None
-        grads, scale = self._parts.grads, self._scaler.scale
+        grads, scale = self._parts.grads, self._runtime.loss_scale()
         total = grads.total()
         self._note_traffic()
         self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
@@ -291,7 +291,7 @@ class Engine(Keeping):
             try:
                 if restore_parameters:
                     self.settle()
-                    restore_values(self._runtime.units, self._parts.stores)
+                    restore_values(self._runtime.units, self._parts.homes)
             finally:
                 self._finalizer.detach()
                 _take_down(self._parts, self._runtime, self._replaced)

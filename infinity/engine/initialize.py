@@ -107,9 +107,8 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     runtime.activations = parts.activations
     runtime.settle_parts = parts.settle
     runtime.timeout_seconds = parts.config.infinity.timeout_seconds
-    runtime.stores = parts.stores
-    runtime.placement = parts.plan.placement
-    store_values(bound, parts.plan.placement, parts.stores)
+    runtime.homes = parts.homes
+    store_values(bound, parts.homes)
     for unit in bound:
         for placeholder in unit.placeholders:
             placeholder._owner = runtime

@@ -15,18 +15,17 @@ from torch import nn
 
 from infinity.device.cpu import CpuDevice
 from infinity.engine.bound_unit import BoundUnit
+from infinity.engine.homes import Homes
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.tiled_parameter import TiledParameter, TiledParameters
 from infinity.engine.tree import Tree, tensors_in
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
-from infinity.plan.placement import Placement
-from infinity.storage.store import Store
 from infinity.stream.activations import Activations, DeviceActivations
+from infinity.stream.exchange import GradExchange
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream, Phase
-from infinity.tier import StateKind
 
 log = logging.getLogger("infinity")
 
@@ -117,7 +116,12 @@ class Runtime:
     """Shared by all entries of one engine; ``frames`` is the stack of calls in progress."""
 
     def __init__(
-        self, units: Sequence[BoundUnit], params: ParamStream, grads: GradStream, device: CpuDevice, ledger: Ledger
+        self,
+        units: Sequence[BoundUnit],
+        params: ParamStream,
+        grads: GradStream | GradExchange,
+        device: CpuDevice,
+        ledger: Ledger,
     ) -> None:
         self.units = units
         self.params = params
@@ -138,8 +142,7 @@ class Runtime:
         self.param_tier = "host"
         self.activations: Activations = DeviceActivations()
         self.settle_parts: Callable[[], None]
-        self.stores: dict[StateKind, Store]
-        self.placement: Placement
+        self.homes: Homes
         self.tiled = TiledParameters()
         self._said: set[str] = set()
         self._leaves: dict[tuple[int, int, bool], tuple[list[bool], list[nn.Parameter]]] = {}
@@ -406,8 +409,8 @@ class Runtime:
         return 1.0 if self.loss_is_scaled else self.scale / self.accumulation_steps
 
     def loss_scale(self) -> float:
-        """What accumulated gradients are to be divided by."""
-        return self.scale
+        """What accumulated gradients are to be divided by: the sums are over the ranks too."""
+        return self.scale * self.homes.group.world_size
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""

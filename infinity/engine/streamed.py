@@ -14,19 +14,23 @@ WINDOW_BYTES = 8 << 20
 
 
 class FlatWriter:
-    """Writes a unit's slots, in order, through a window of a few megabytes; gaps become zeros."""
+    """Writes the slots of a unit, or of a rank's slice of it, in order, through a window of a few megabytes.
+
+    Gaps become zeros.
+    """
 
     def __init__(self, store: Store, unit: Unit, dtype: torch.dtype) -> None:
         self._store, self._unit, self._dtype = store, unit, dtype
-        self._total = unit.layout.shard_nbytes(dtype)
+        self._total = unit.layout.nbytes(dtype)
         self._window = HostMemory(min(self._total, WINDOW_BYTES))
         self._flat = self._window.bytes.view(dtype)
         self._start = 0
         self._filled = 0
 
     def write(self, slot: Slot, value: torch.Tensor) -> None:
-        """Appends one slot's values (1-D, any dtype)."""
+        """Appends what lies in the slot of a whole parameter's values (1-D, any dtype)."""
         self._pad(slot.offset)
+        value = value[slot.first : slot.first + slot.numel]
         done = 0
         while done < slot.numel:
             take = min(slot.numel - done, self._room())
@@ -36,7 +40,7 @@ class FlatWriter:
 
     def close(self) -> None:
         """Writes what is left, then frees the window."""
-        self._pad(self._unit.layout.shard_numel)
+        self._pad(self._unit.layout.numel)
         self._flush()
         self._flat = torch.empty(0)
         self._window.free()
@@ -65,6 +69,8 @@ class FlatWriter:
 
 def read_slot(store: Store, unit: Unit, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
     """A copy of one slot in its shape and ``dtype``."""
+    if not slot.numel:
+        return torch.empty(slot.shape, dtype=dtype)
     pages, first, count = _pages(unit, slot, dtype)
     window = HostMemory(count)
     store.read(unit.index, pages, window.bytes).wait()
@@ -74,11 +80,13 @@ def read_slot(store: Store, unit: Unit, slot: Slot, dtype: torch.dtype) -> torch
 
 
 def write_slot(store: Store, unit: Unit, slot: Slot, dtype: torch.dtype, value: torch.Tensor) -> None:
-    """Replaces one slot's values, converted to ``dtype``; its neighbours stay as they are."""
+    """Replaces one slot's values by what lies in it of ``value``, converted to ``dtype``; neighbours stay."""
+    if not slot.numel:
+        return
     pages, first, count = _pages(unit, slot, dtype)
     window = HostMemory(count)
     store.read(unit.index, pages, window.bytes).wait()
-    window.bytes.view(dtype)[first : first + slot.numel].copy_(value.reshape(-1))
+    window.bytes.view(dtype)[first : first + slot.numel].copy_(value.reshape(-1)[slot.first : slot.first + slot.numel])
     store.write(unit.index, pages, window.bytes).wait()
     window.free()
 
@@ -87,5 +95,5 @@ def _pages(unit: Unit, slot: Slot, dtype: torch.dtype) -> tuple[int, int, int]:
     """First byte of the pages that hold ``slot``, the slot's first element in them, how many bytes they are."""
     start = slot.offset * dtype.itemsize
     page = start // PAGE_BYTES * PAGE_BYTES
-    stop = min(round_up(max(slot.stop * dtype.itemsize, page + 1), PAGE_BYTES), unit.layout.shard_nbytes(dtype))
+    stop = min(round_up(max(slot.stop * dtype.itemsize, page + 1), PAGE_BYTES), unit.layout.nbytes(dtype))
     return page, (start - page) // dtype.itemsize, stop - page

@@ -40,12 +40,14 @@ class AtStep:
     def begin(self, grad_scale: float) -> dict[int, Ticket]:
         updates = []
         for index in self._parts.params.forward_order():
-            unit = self._parts.partition.units[index]
+            unit = self._parts.updated[index]
             if not unit.trainable:
                 continue
             deposited = self._parts.grads.deposited(index)
             self._steps.count(unit, deposited)
             update = self._steps.update_of(unit, deposited, self._optimizer, grad_scale)
+            if update is None and any(deposited) and self._parts.group.world_size > 1:
+                update = UnitUpdate(unit, ())  # what has a gradient is in the slices of other ranks
             if update is not None:
                 updates.append(update)
         tickets = self._parts.updater.start(updates)

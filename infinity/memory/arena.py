@@ -17,7 +17,7 @@ class Arena:
     """A tier's bulk memory: a fixed number of bytes that the plan hands out by purpose.
 
     ``peak`` is the most bytes that were in use at once, ``allocations`` how often a region was carved: after the
-    engine is built it must not move again.
+    engine is built it must not move again. ``residents`` are the bytes in use for good, by purpose.
     """
 
     def __init__(self, tier: Tier, memory: torch.Tensor) -> None:
@@ -27,6 +27,7 @@ class Arena:
         self.allocations = 0
         self.in_use = 0
         self.peak = 0
+        self.residents: dict[str, int] = {}
         self._memory = memory
         self._lock = threading.Lock()
 
@@ -58,6 +59,7 @@ class Arena:
     def resident(self, nbytes: int, purpose: str) -> torch.Tensor:
         """A region that is in use from now on."""
         self.occupy(nbytes)
+        self.residents[purpose] = self.residents.get(purpose, 0) + round_up(nbytes, PAGE_BYTES)
         return self.carve(nbytes, purpose)
 
     def contains(self, tensor: torch.Tensor) -> bool:

@@ -149,7 +149,7 @@ class Updater:
 
     def _subgroups(self, update: UnitUpdate) -> list[SubGroup]:
         found = []
-        for start, stop in subgroups(update.unit.layout.shard_numel, self._subgroup_numel):
+        for start, stop in subgroups(update.unit.layout.numel, self._subgroup_numel):
             pieces = tuple(
                 Piece(max(piece.start, start) - start, min(piece.stop, stop) - start, piece.step)
                 for piece in update.pieces
@@ -195,7 +195,7 @@ def pieces_of(unit: Unit, deposited: Sequence[int], step_of: Callable[[int], Any
     for number, slot in enumerate(slots):
         if not deposited[number] or slot.numel == 0:
             continue
-        stop = slots[number + 1].offset if number + 1 < len(slots) else unit.layout.shard_numel
+        stop = slots[number + 1].offset if number + 1 < len(slots) else unit.layout.numel
         step = step_of(number)
         if pieces and pieces[-1].stop == slot.offset and pieces[-1].step == step:
             pieces[-1] = Piece(pieces[-1].start, stop, step)

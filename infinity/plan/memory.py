@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -31,6 +31,8 @@ MIN_SUBGROUP_NUMEL = 64 << 10
 READ_AHEAD = 2
 WRITE_BEHIND = 2
 GRAD_SLABS = 2
+COLLECTION_SLABS = 2
+"""Units whose gradients may be on their way to other ranks, or be collected for it, per slab size."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Plan:
     ``param_slabs`` and ``grad_slabs`` map a slab size in bytes to how many there are; ``subgroup_numel`` is in
     elements; ``staging`` are the slabs through which the optimizer streams the kinds that live on NVMe, ``ring`` how
     many sub-groups are in flight between read-ahead and write-behind. ``update_read`` and ``update_written`` are the
-    NVMe bytes of one optimizer step in which every trained parameter has a gradient.
+    NVMe bytes of one optimizer step in which every trained parameter has a gradient. With several ranks
+    ``collection_slabs`` maps the size of a slab in which a unit's gradients are collected for the others to how many
+    there are; ``received_bytes`` takes in what the others send of one unit.
     """
 
     placement: Placement
@@ -70,6 +74,8 @@ class Plan:
     ring: int
     update_read: int
     update_written: int
+    collection_slabs: dict[int, int] = field(default_factory=dict)
+    received_bytes: int = 0
 
     def total(self, tier: Tier) -> int:
         """Planned bytes of ``tier``."""
@@ -113,18 +119,21 @@ def plan_memory(
     device_is_host: bool = True,
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
+    local_ranks: int = 1,
 ) -> Plan:
     """The first placement the config allows that fits every budget.
 
-    Without ``moments`` the optimizer is torch's: it is given whole units, and its own state is not in the plan.
+    Without ``moments`` the optimizer is torch's: it is given whole units, and its own state is not in the plan. The
+    plan is one rank's; ``local_ranks`` of them share this machine's RAM.
 
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
-    budgets = {tier: _budget(tier, config, device_is_host) for tier in Tier}
+    budgets = {tier: _budget(tier, config, device_is_host, local_ranks) for tier in Tier}
     refusals = []
-    for placement in candidates(config, device_is_host=device_is_host, moments=moments):
+    ranks = partition.units[0].layout.world_size if partition.units else 1
+    for placement in candidates(config, device_is_host=device_is_host, moments=moments, ranks=ranks):
         try:
-            return _plan(partition, config, placement, budgets, read_ahead)
+            return _plan(partition, config, placement, budgets, read_ahead, local_ranks)
         except CapacityError as error:
             refusals.append(error)
     raise min(refusals, key=lambda refusal: refusal.missing)
@@ -144,7 +153,12 @@ def slab_classes(units: Sequence[Unit], sizes: Sequence[int]) -> dict[int, list[
 
 
 def _plan(
-    partition: Partition, config: Config, placement: Placement, budgets: dict[Tier, int | None], read_ahead: int
+    partition: Partition,
+    config: Config,
+    placement: Placement,
+    budgets: dict[Tier, int | None],
+    read_ahead: int,
+    local_ranks: int,
 ) -> Plan:
     trained = [unit for unit in partition.units if unit.trainable]
     lines = [
@@ -164,15 +178,27 @@ def _plan(
             nbytes: _grad_slabs(placement, units, partition) for nbytes, units in slab_classes(trained, sizes).items()
         }
     lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in grad_slabs.items()]
+    collection_slabs: dict[int, int] = {}
+    received = 0
+    if placement.ranks > 1 and trained:
+        classes = slab_classes(trained, [unit.layout.nbytes() for unit in trained])
+        users = Counter(index for entry in partition.entries for index in entry.units)
+        collection_slabs = {
+            nbytes: min(COLLECTION_SLABS, len(units)) + sum(max(0, users[unit.index] - 1) for unit in units)
+            for nbytes, units in classes.items()
+        }
+        received = max(unit.layout.nbytes() - unit.layout.shard_nbytes() for unit in trained)
+        lines += [PlanLine(Tier.DEVICE, "gradients to send", count, each) for each, count in collection_slabs.items()]
+        lines.append(PlanLine(Tier.DEVICE, "gradients received", 1, received))
     update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
         placement, tuple(lines), budgets, {}, grad_slabs, {}, 0, partition.parameters, partition.trained_parameters,
-        read_ahead, 0, update_read, update_written,
+        read_ahead, 0, update_read, update_written, collection_slabs, received,
     )  # fmt: skip
     plan = _with_subgroups(_with_param_slabs(base, partition, config), trained, config)
     _check_budgets(plan, partition)
     if placement.device_is_host:
-        _check_ram(plan)
+        _check_ram(plan, local_ranks)
     return plan
 
 
@@ -264,7 +290,7 @@ def _encloses(outer: str, inner: str) -> bool:
 
 def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan:
     """Chooses the sub-group size, then adds the staging slabs of every kind that the optimizer streams."""
-    largest = max((unit.layout.shard_numel for unit in trained), default=1)
+    largest = max((plan.placement.updated_numel(unit) for unit in trained), default=1)
     given = config.zero_optimization.sub_group_size if plan.placement.moments else largest
     budget = plan.budgets[Tier.HOST]
     numel = min(largest, AUTO_SUBGROUP_NUMEL if given == "auto" else given)
@@ -277,7 +303,7 @@ def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan
 
 def _with_staging(plan: Plan, trained: Sequence[Unit], numel: int) -> Plan:
     numel = round_up(numel, PAGE_BYTES // 2)
-    groups = {unit.index: len(subgroups(unit.layout.shard_numel, numel)) for unit in trained}
+    groups = {unit.index: len(subgroups(plan.placement.updated_numel(unit), numel)) for unit in trained}
     ring = min(plan.read_ahead + 1 + WRITE_BEHIND, sum(groups.values()))
     staging = {}
     for kind, nbytes in staging_bytes_per_element(plan.placement, trained).items():
@@ -318,29 +344,34 @@ def _check_budgets(plan: Plan, partition: Partition) -> None:
         raise CapacityError("\n".join(problems), missing)
 
 
-def _check_ram(plan: Plan) -> None:
-    needed, available = plan.total(Tier.DEVICE) + plan.total(Tier.HOST), available_host_memory()
+def _check_ram(plan: Plan, local_ranks: int) -> None:
+    needed, available = plan.total(Tier.DEVICE) + plan.total(Tier.HOST), available_host_memory() // local_ranks
     if needed > available:
         raise CapacityError(
             f"RAM: the plan needs {format_bytes(needed)} for device and host memory together, but this machine or its "
-            f"cgroup has {format_bytes(available)} left. Offload to NVMe (offload_param, offload_optimizer) or lower "
-            "infinity.device_memory and infinity.host_memory",
+            f"cgroup has {format_bytes(available)} left{_each(local_ranks)}. Offload to NVMe (offload_param, "
+            "offload_optimizer) or lower infinity.device_memory and infinity.host_memory",
             needed - available,
         )
 
 
-def _budget(tier: Tier, config: Config, device_is_host: bool) -> int | None:
+def _each(local_ranks: int) -> str:
+    return "" if local_ranks == 1 else f" for each of its {local_ranks} ranks"
+
+
+def _budget(tier: Tier, config: Config, device_is_host: bool, local_ranks: int) -> int | None:
     """The budget in bytes; None where "auto" leaves a modest choice to the plan (device) or to the disk (NVMe)."""
     own = config.infinity
     given = {Tier.DEVICE: own.device_memory, Tier.HOST: own.host_memory, Tier.NVME: own.nvme_space}[tier]
     if given == "auto":
-        return int(available_host_memory() * AUTO_HOST_FRACTION) if tier is Tier.HOST else None
-    machine = int(psutil.virtual_memory().total)
+        return int(available_host_memory() * AUTO_HOST_FRACTION / local_ranks) if tier is Tier.HOST else None
+    machine = int(psutil.virtual_memory().total) // local_ranks
     is_ram = tier is Tier.HOST or (tier is Tier.DEVICE and device_is_host)
     if is_ram and int(given) > machine:
         raise CapacityError(
             f"infinity.{tier.value}_memory is {given} ({format_bytes(int(given))}), but this machine has {machine} "
-            f'({format_bytes(machine)}) of RAM. Set it to the part of that which training may use, or to "auto"',
+            f"({format_bytes(machine)}) of RAM{_each(local_ranks)}. Set it to the part of that which training may use, "
+            'or to "auto"',
             int(given) - machine,
         )
     return int(given)

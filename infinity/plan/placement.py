@@ -21,13 +21,16 @@ class Placement:
 
     An fp32 unit has no separate master: its parameters are the master. A frozen unit has parameters only. Without
     ``moments`` a torch optimizer keeps what it remembers by itself. With ``in_backward`` each gradient is consumed by
-    its unit's update in backward, so that none is kept.
+    its unit's update in backward, so that none is kept. Of the kinds in ``whole`` every rank keeps all elements, of the
+    others its slice.
     """
 
     tiers: dict[StateKind, Tier]
     device_is_host: bool
     moments: bool = True
     in_backward: bool = False
+    whole: frozenset[StateKind] = frozenset()
+    ranks: int = 1
 
     def __getitem__(self, kind: StateKind) -> Tier:
         return self.tiers[kind]
@@ -50,7 +53,19 @@ class Placement:
 
     def nbytes(self, kind: StateKind, unit: Unit) -> int:
         """Bytes of ``kind`` that this rank keeps for ``unit``, zero if it has none."""
-        return unit.layout.shard_nbytes(self.dtype(kind, unit)) if self.has(kind, unit) else 0
+        if not self.has(kind, unit):
+            return 0
+        dtype = self.dtype(kind, unit)
+        return unit.layout.nbytes(dtype) if kind in self.whole else unit.layout.shard_nbytes(dtype)
+
+    def updated_numel(self, unit: Unit) -> int:
+        """Elements of ``unit`` that this rank updates."""
+        return unit.layout.numel if StateKind.MASTER in self.whole else unit.layout.shard_numel
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a unit's parameters come together from all ranks before each use."""
+        return self.ranks > 1 and StateKind.PARAM not in self.whole
 
     def total(self, kind: StateKind, partition: Partition) -> int:
         """Bytes of ``kind`` over all units."""
@@ -60,10 +75,14 @@ class Placement:
     def lends_in_place(self) -> bool:
         """Whether parameters are used where they are kept, so that nothing is fetched."""
         tier = self.tiers[StateKind.PARAM]
-        return tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host)
+        return not self.gathers and (tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host))
 
 
-def candidates(config: Config, *, device_is_host: bool, moments: bool = True) -> list[Placement]:
+SHARDED_FROM = {StateKind.PARAM: 3, StateKind.GRAD: 2, **dict.fromkeys(OPTIMIZER_KINDS, 1)}
+"""The stage of ``zero_optimization`` from which on a rank keeps only its slice of a kind."""
+
+
+def candidates(config: Config, *, device_is_host: bool, moments: bool = True, ranks: int = 1) -> list[Placement]:
     """The placements the config allows, most preferred first; more than one where it leaves a kind to the plan."""
     fastest_first = [Tier.DEVICE, Tier.HOST, Tier.NVME]
     choices: dict[StateKind, list[Tier]] = {}
@@ -76,10 +95,13 @@ def candidates(config: Config, *, device_is_host: bool, moments: bool = True) ->
         # Gradients follow the optimizer; behind an optimizer on NVMe they stay in host memory while they fit.
         follow = choices[StateKind.EXP_AVG]
         choices[StateKind.GRAD] = [Tier.HOST, Tier.NVME] if follow == [Tier.NVME] else follow
+    stage = config.zero_optimization.stage
+    whole = frozenset(kind for kind, least in SHARDED_FROM.items() if ranks > 1 and stage < least)
     found: list[Placement] = []
     for optimizer_tiers in product(*(choices[kind] for kind in OPTIMIZER_KINDS)):
         for param, grad in product(choices[StateKind.PARAM], choices[StateKind.GRAD]):
             tiers = dict(zip(OPTIMIZER_KINDS, optimizer_tiers, strict=True))
             tiers |= {StateKind.PARAM: param, StateKind.GRAD: grad}
-            found.append(Placement(dict(tiers), device_is_host, moments, config.infinity.update_in_backward))
+            in_backward = config.infinity.update_in_backward
+            found.append(Placement(dict(tiers), device_is_host, moments, in_backward, whole, ranks))
     return found

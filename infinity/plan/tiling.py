@@ -23,6 +23,7 @@ def plan_units(
     world_size: int = 1,
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
+    local_ranks: int = 1,
 ) -> tuple[Partition, Plan]:
     """The units of ``model``, which may be on the meta device, with the plan for them.
 
@@ -34,7 +35,7 @@ def plan_units(
 
     def attempt(tile_bytes: int | None) -> tuple[Partition, Plan]:
         found = partition(model, units if isinstance(units, str) else list(units), dtype, world_size, tile_bytes)
-        return found, plan_memory(found, config, read_ahead=read_ahead, moments=moments)
+        return found, plan_memory(found, config, read_ahead=read_ahead, moments=moments, local_ranks=local_ranks)
 
     if wanted != "auto":
         return attempt(int(wanted))

@@ -95,6 +95,10 @@ class GradStream:
         self._kernels.accumulate(accumulator, flat, first=not has[slot])
         has[slot] = 1
 
+    def note(self, index: int, slot: int) -> None:
+        """Says that a parameter has a gradient, of which no element is kept here."""
+        self._has[index][slot] = 1
+
     @contextmanager
     def open_for_long(self) -> Iterator[None]:
         """Inside, an accumulator goes home only when another unit's is needed: its unit is to be used again at once."""
@@ -115,6 +119,11 @@ class GradStream:
 
     def total(self) -> GradientSum:
         """The squared norm over every deposited gradient, summed in fp64 and rounded once."""
+        parts, culprit = self.parts()
+        return GradientSum(math.fsum(parts) if culprit is None else math.nan, culprit)
+
+    def parts(self) -> tuple[list[float], str | None]:
+        """Numbers whose sum is the squared norm, with the first parameter whose gradient is not finite."""
         for index in tuple(self._held):
             self._flush(index)
         parts: list[float] = []
@@ -131,7 +140,7 @@ class GradStream:
                 hi, lo, first_bad = self._sum(index, self._accumulator(index))
             parts += (hi, lo)
             culprit = culprit or first_bad
-        return GradientSum(math.fsum(parts) if culprit is None else math.nan, culprit)
+        return parts, culprit
 
     def read(self, index: int, slot: int) -> torch.Tensor | None:
         """A copy of one parameter's accumulated gradient, fp32 in its shape, or None."""

@@ -224,19 +224,20 @@ class ParamStream:
 
     def _fetch(self, index: int, slab: Slab | None) -> Resident:
         assert slab is not None
-        into = slab.memory[: self._units[index].layout.nbytes()]
+        resident = Resident(slab, self._read(index, slab.memory[: self._units[index].layout.nbytes()]))
+        self._residents[index] = resident
+        return resident
+
+    def _read(self, index: int, into: torch.Tensor) -> Ticket:
+        """Fills ``into`` from the unit's home, behind the update of it that may be under way."""
         update = self._updates.get(index)
         if update is not None and update.done():
             update.wait()
             del self._updates[index]
             update = None
         if update is None and self._store.is_settled(index):
-            arrived = self._store.read(index, 0, into)
-        else:
-            arrived = self._lane.submit(lambda: self._read_after(update, index, into))
-        resident = Resident(slab, arrived)
-        self._residents[index] = resident
-        return resident
+            return self._store.read(index, 0, into)
+        return self._lane.submit(lambda: self._read_after(update, index, into))
 
     def _read_after(self, update: Ticket | None, index: int, into: torch.Tensor) -> Ticket:
         if update is not None:

@@ -45,7 +45,7 @@ for _ in range(3):
 assert ledger.bytes["gather_sent"] == ledger.bytes["gather_received"] == 3 * UNITS * SLICE * (RANKS - 1)
 
 flat = torch.arange(RANKS * SLICE, dtype=torch.int64).remainder(7).add(RANK).to(torch.uint8)
-group.reduce(2, "blocks.2", bytes([RANK]), flat).wait()
+group.reduce(2, "blocks.2", [bytes([RANK])], [flat]).wait()
 mine = torch.arange(RANK * SLICE, (RANK + 1) * SLICE).remainder(7)
 assert [flag for flag, _ in sums[2]] == list(range(RANKS))
 for rank, (_, chunk) in enumerate(sums[2]):
@@ -76,7 +76,7 @@ for unit in (0, 1, 2, 3):
 for unit in (3, 2, 1, 0):
     if unit == 1 and RANK == 1:
         continue
-    group.reduce(unit, f"blocks.{unit}", bytes([RANK]), slab(unit))
+    group.reduce(unit, f"blocks.{unit}", [bytes([RANK])], [slab(unit)])
 group.barrier("step")
 assert [flag for flag, _ in sums[1]] == [rank for rank in range(RANKS) if rank != 1]
 assert [flag for flag, _ in sums[0]] == list(range(RANKS))

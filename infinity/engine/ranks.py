@@ -1,0 +1,74 @@
+"""What an engine on several ranks is built with that one alone does not need."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+
+from infinity.comm import Group
+from infinity.config import Config
+from infinity.engine.homes import Homes
+from infinity.errors import ConfigError
+from infinity.optim.ranked import PublishingUpdater, ReplicatedUpdater, SlicedUpdater
+from infinity.optim.updater import Updater
+from infinity.plan import Plan
+from infinity.shard.partition import Partition
+from infinity.tier import StateKind
+
+
+def share_of_threads(group: Group) -> int:
+    """Threads of the update: this rank's part of the cores, as far as PyTorch has not been given fewer."""
+    cores = len(os.sched_getaffinity(0))
+    return min(torch.get_num_threads(), max(1, cores // group.local_world_size)) if group.world_size > 1 else 0
+
+
+def check_alike(group: Group, config: Config, found: Partition, plan: Plan, *, moments: bool) -> None:
+    """Raises on every rank if one has another model or config than rank 0."""
+    shapes = [(unit.name, str(unit.layout), unit.trainable) for unit in found.units]
+    kinds = {kind.value: tier.value for kind, tier in plan.placement.tiers.items()}
+    stage = config.zero_optimization.stage
+    facts = {
+        "zero_optimization.stage": stage,
+        "units": shapes,
+        "placement": kinds,
+        "batch sizes": str(config.resolve_batch(group.world_size)),
+        "slabs": (plan.param_slabs, plan.collection_slabs, config.infinity.prefetch_units),
+    }
+    told = json.dumps(facts, default=str).encode()
+    for rank, other in enumerate(group.talk("the comparison of model and config", told)):
+        theirs = json.loads(other)
+        odd = [name for name, fact in json.loads(told).items() if theirs[name] != fact]
+        if odd:
+            raise ConfigError(
+                f"rank {rank} has other {' and '.join(odd)} than rank {group.rank}; give all one model, one config"
+            )
+    if group.world_size > 1 and stage and not moments:
+        raise ConfigError(
+            "optimizer: torch's optimizers need whole parameters, so with several ranks they run at "
+            "zero_optimization.stage 0 only; use Adam or AdamW, or stage 0"
+        )
+
+
+def shared_units(partition: Partition) -> set[int]:
+    """Units that several entries lend, such as an embedding that is the head's weight too."""
+    users = Counter(index for entry in partition.entries for index in entry.units)
+    return {index for index, count in users.items() if count > 1}
+
+
+def ranked_updater(homes: Homes, *rest: Any) -> Updater:
+    """The updater for the stage: of whole units, of slices that go to all ranks, of slices that stay."""
+    if StateKind.MASTER in homes.placement.whole:
+        return ReplicatedUpdater(homes.group, _whole(homes, StateKind.GRAD), *rest)
+    if StateKind.PARAM in homes.placement.whole:
+        return PublishingUpdater(homes.group, _whole(homes, StateKind.PARAM), *rest)
+    return SlicedUpdater(*rest)
+
+
+def _whole(homes: Homes, kind: StateKind) -> dict[int, torch.Tensor]:
+    """The memory of every trained unit's state of a kind that each rank has all of."""
+    regions = {unit.index: homes.stores[kind].resident(unit.index) for unit in homes.units if unit.trainable}
+    return {index: region for index, region in regions.items() if region is not None}
