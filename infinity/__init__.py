@@ -19,6 +19,7 @@ from infinity.errors import (
     InfinityError,
     NonFiniteError,
     OffloadedError,
+    RankError,
     ScheduleError,
     StorageError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Init",
     "NonFiniteError",
     "OffloadedError",
+    "RankError",
     "ScheduleError",
     "StorageError",
     "TiledLinear",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,8 @@ def train(
     """Train the decoder that CONFIG describes on bytes of text."""
     with reported(debug=debug):
         summary = run_training(_config(config, overrides), Console(stderr=json, emoji=False), with_floor=floor)
+        if int(os.environ.get("RANK", "0")):
+            return  # rank 0 tells for all
         if json:
             typer.echo(json_format.dumps(summary.as_json()))
         else:

@@ -160,16 +160,18 @@ class _Run:
             learning_rate = float(engine.get_lr()[0])
             total = torch.zeros(())
             for _ in range(self._batch.accumulation_steps):
-                self._check(step - 1)
+                if self._world_size == 1:  # several ranks must stop after the same micro-batch
+                    self._check(step - 1)
                 inputs, targets = (tensor.to(engine.device) for tensor in self._loader.next_batch())
                 loss = engine(inputs, targets)
                 engine.backward(loss)
                 engine.step()
                 total = total + loss.detach().float().cpu()
+            loss = engine.averaged(float(total) / self._batch.accumulation_steps)
             record = meter.finish(
                 engine.report(),
                 step=step,
-                loss=float(total) / self._batch.accumulation_steps,
+                loss=loss,
                 learning_rate=learning_rate,
                 gradient_norm=engine.get_global_grad_norm(),
                 tokens=tokens,
@@ -177,6 +179,8 @@ class _Run:
             self._last_loss, self._seconds = record.loss, self._seconds + record.seconds
             self._shown.step(record)
             metrics.write(record.as_json())
+            if self._world_size > 1:
+                self._check_together(engine, step)
             if step == run.steps or (run.eval_every and step % run.eval_every == 0):
                 self._evaluate(engine, metrics, step)
         start = time.perf_counter()
@@ -190,7 +194,8 @@ class _Run:
         total = 0.0
         with torch.no_grad():
             for inputs, targets in self._held_back:
-                self._check(step)
+                if self._world_size == 1:
+                    self._check(step)
                 total += float(engine(inputs.to(engine.device), targets.to(engine.device)))
         engine.train()
         self._losses[step] = loss = total / len(self._held_back)
@@ -204,6 +209,13 @@ class _Run:
             progress = f"after {steps} of {self._config.run.steps} steps"
             told = f"{progress}; the swap files are gone, {self._output} keeps the metrics."
             raise Stopped(self._stop.signal_number, told)
+
+    def _check_together(self, engine: Any, steps: int) -> None:
+        """Stops every rank if one has been asked to."""
+        number = self._stop.signal_number
+        if engine.averaged(float(number is not None)):
+            self._stop.signal_number = number or signal.SIGTERM
+            self._check(steps)
 
     def _heading(self, engine: Any) -> Heading:
         report = engine.report()

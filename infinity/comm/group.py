@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -71,6 +72,18 @@ class Group:
         """Takes leave of the others."""
 
 
+class RankLabel(logging.Filter):
+    """Puts the rank in front of every message of this package's logger."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = f"[rank {self._rank}] {record.msg}"
+        return True
+
+
 class Ranks(Group):
     """Several processes, whose exchanges one lane issues in the order of the program."""
 
@@ -87,10 +100,15 @@ class Ranks(Group):
         self.reduce = self.lane.reduce  # type: ignore[method-assign]
         self.serve = self.lane.serve  # type: ignore[method-assign]
         self.trace = self.lane.trace  # type: ignore[method-assign]
-        self.close = self.lane.close  # type: ignore[method-assign]
+        self._label = RankLabel(self.rank)
+        logging.getLogger("infinity").addFilter(self._label)
 
     def barrier(self, name: str) -> None:
         self.talk(name)
+
+    def close(self) -> None:
+        logging.getLogger("infinity").removeFilter(self._label)
+        self.lane.close()
 
     def begin_step(self, step: int) -> None:
         self.lane.step = step

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
@@ -21,6 +22,7 @@ from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
 from infinity.engine.keeping import Keeping
 from infinity.engine.runtime import Runtime
+from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
 from infinity.errors import ScheduleError
@@ -31,6 +33,9 @@ from infinity.plan import Plan
 from infinity.tier import Tier
 
 log = logging.getLogger("infinity")
+
+RANK_LINKS = ("gather_sent", "gather_received", "reduce_sent", "reduce_received")
+"""Links between ranks; a link's time is told where it begins."""
 
 
 class Engine(Keeping):
@@ -79,9 +84,13 @@ class Engine(Keeping):
     # Training ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of ``loss`` divided by the accumulation steps, times the loss scale; gradients are deposited."""
+        """Backward of ``loss`` times the loss scale, divided by the accumulation steps and by the number of ranks.
+
+        Gradients, which are summed over both, are deposited.
+        """
         self._runtime.check()
-        factor = self._scaler.scale / (self.gradient_accumulation_steps if scale_wrt_gas else 1)
+        shares = self._runtime.shares if scale_wrt_gas else self._parts.group.world_size
+        factor = self._scaler.scale / shares
         self._runtime.loss_is_scaled = True
         try:
             scaled = loss if factor == 1.0 else loss.float() * factor
@@ -112,7 +121,9 @@ class Engine(Keeping):
             )
         self._runtime.check()
         with self._runtime.alone():
-            losses = layer_major.run(self._runtime, self.module, micro_batches, self._scaler.scale / steps)
+            losses = layer_major.run(
+                self._runtime, self.module, micro_batches, self._scaler.scale / self._runtime.shares
+            )
         self.micro_steps += steps - 1
         self.step()
         return losses
@@ -135,6 +146,7 @@ class Engine(Keeping):
             return
         with runtime.alone(), self._parts.ledger.phase("step"), runtime.watched():
             self._step()
+        self._parts.group.begin_step(self.global_steps)
         if self.lr_scheduler is not None and self._applied and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
         every = self.config.steps_per_print
@@ -152,7 +164,7 @@ class Engine(Keeping):
 
     def _step(self) -> None:
         assert self.optimizer is not None
-        grads, scale = self._parts.grads, self._runtime.loss_scale()
+        grads, scale = self._parts.grads, self._scaler.scale
         total = grads.total()
         self._note_traffic()
         self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
@@ -192,8 +204,21 @@ class Engine(Keeping):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates without exchanging gradients between ranks; on one rank there is nothing to leave out."""
+        """For code written for others: gradients are sums over the ranks from the start, so nothing is left out."""
         yield
+
+    def padded(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+        """For ranks with different numbers of batches: ``(batch, weight)`` until no rank has another one.
+
+        The weight is 1.0, or 0.0 for a batch that is only repeated so that this rank takes part: multiply the loss by
+        it. Every rank iterates over its own.
+        """
+        return padded(self._parts.group, batches)
+
+    def averaged(self, value: float) -> float:
+        """The mean of every rank's ``value``, such as a loss to print, in fp64; every rank calls this."""
+        words = self._parts.group.talk("averaging a number", struct.pack("<d", value))
+        return math.fsum(struct.unpack("<d", word)[0] for word in words) / len(words)
 
     def train(self, mode: bool = True) -> Engine:
         """As ``module.train``."""
@@ -260,7 +285,7 @@ class Engine(Keeping):
                 "planned_bytes": plan.total(tier),
                 "peak_bytes": peak,
             }
-        links = ("nvme_read", "nvme_write", "host_to_device", "device_to_host")
+        links = ("nvme_read", "nvme_write", "host_to_device", "device_to_host", *RANK_LINKS)
         read, written = self._last_traffic
         return {
             "steps": self.global_steps,
@@ -306,7 +331,7 @@ class Engine(Keeping):
 
     def _synchronise_scale(self) -> None:
         self._runtime.scale = self._scaler.scale
-        self._runtime.accumulation_steps = self.gradient_accumulation_steps
+        self._runtime.shares = self.gradient_accumulation_steps * self._parts.group.world_size
 
     def _note_traffic(self) -> None:
         """Called once a step, when the last update is over and this one's has not begun."""

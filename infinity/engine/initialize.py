@@ -20,6 +20,7 @@ from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
 from infinity.engine.engine import Engine
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
+from infinity.engine.sharing import SharedBatches
 from infinity.engine.tiled_parameter import TiledParameter
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import updates_of
@@ -119,6 +120,8 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
             for p in group["params"]
         ]
     _cast_buffers(model, COMPUTE_DTYPES[parts.config.param_dtype])
+    for name, buffer in model.named_buffers():
+        parts.group.broadcast(f"the buffer {name}", buffer, 0)
     entries = []
     modules = dict(model.named_modules())
     for entry in parts.partition.entries:
@@ -300,5 +303,8 @@ def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, pa
     if data is None:
         return None
     size = config.resolve_batch(parts.group.world_size).micro_batch_size
+    if parts.group.world_size > 1 and not isinstance(data, IterableDataset):
+        shared = SharedBatches(data, size, parts.group)
+        return DataLoader(data, batch_sampler=shared, collate_fn=collate_fn)
     shuffle = not isinstance(data, IterableDataset)
     return DataLoader(data, batch_size=size, shuffle=shuffle, collate_fn=collate_fn)

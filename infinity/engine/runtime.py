@@ -137,7 +137,8 @@ class Runtime:
         self.trains = any(bound.unit.trainable for bound in units)
         self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
         self.scale = 1.0
-        self.accumulation_steps = 1
+        self.shares = 1
+        """Losses that one step's gradient is the mean of: micro-batches of an accumulation, on all ranks."""
         self.loss_is_scaled = False
         self.param_tier = "host"
         self.activations: Activations = DeviceActivations()
@@ -406,11 +407,11 @@ class Runtime:
 
     def loss_factor(self) -> float:
         """What a bare ``loss.backward()`` still has to be multiplied by at the model's output."""
-        return 1.0 if self.loss_is_scaled else self.scale / self.accumulation_steps
+        return 1.0 if self.loss_is_scaled else self.scale / self.shares
 
     def loss_scale(self) -> float:
-        """What accumulated gradients are to be divided by: the sums are over the ranks too."""
-        return self.scale * self.homes.group.world_size
+        """What accumulated gradients are to be divided by."""
+        return self.scale
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""

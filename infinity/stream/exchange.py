@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import threading
@@ -18,6 +19,8 @@ from infinity.memory.arena import Slab, SlabPool
 from infinity.shard.ownership import shard_of
 from infinity.shard.partition import Unit
 from infinity.stream.grads import GradientSum, GradStream
+
+log = logging.getLogger("infinity")
 
 _HEAD = struct.Struct("<8sii")
 _NOBODY = 1 << 30
@@ -66,7 +69,7 @@ class GradExchange:
         self._slots = {
             slot.name: (unit.index, number) for unit in own_units for number, slot in enumerate(unit.layout.slots)
         }
-        self.differing: tuple[int, ...] = ()
+        self._told = False
 
     def expect(self, index: int) -> None:
         """What is added to waits on its own tier until the gradients of all ranks are there."""
@@ -132,7 +135,14 @@ class GradExchange:
         self._send_all()
         self._drain()
         traces = self._group.talk("the end of backward", self._group.trace())
-        self.differing = tuple(rank for rank, trace in enumerate(traces) if trace != traces[0])
+        differing = [rank for rank, trace in enumerate(traces) if trace != traces[0]]
+        if differing and not self._told:
+            self._told = True
+            log.warning(
+                "ranks %s used other units than rank 0 in this step, or in another order; they were helped out, what "
+                "they left out counts as zero",
+                differing,
+            )
         with self._guard:
             parts, culprit = self._own.parts()
         index, slot = (_NOBODY, 0) if culprit is None else self._slots[culprit]
