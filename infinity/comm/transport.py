@@ -71,6 +71,13 @@ def ranks_expected() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank_expected() -> int:
+    """This process's rank, as far as it is known before ranks have met."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if ranks_expected() > 1 else 0
+
+
 def _join_process_group(limit: timedelta) -> None:
     if dist.is_initialized():
         return

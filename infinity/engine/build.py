@@ -18,7 +18,7 @@ from infinity.config import Config
 from infinity.device.cpu import CpuDevice
 from infinity.device.lane import CallersLane, Lane
 from infinity.engine.homes import Homes
-from infinity.engine.ranks import check_alike, ranked_updater, share_of_threads, shared_units
+from infinity.engine.ranks import check_alike, on_own_cores, ranked_updater, share_of_threads, shared_units
 from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
@@ -184,8 +184,9 @@ def _build(
     stores = homes.stores if updated is found.units else homes.slice_stores
     parts = Parts(config, group, device, found, plan, ledger, kernels, arenas, memories, homes, updated, stores)
     try:
-        _open_stores(parts, injected)
-        _wire(parts, injected)
+        with on_own_cores(group):
+            _open_stores(parts, injected)
+            _wire(parts, injected)
         log.info("%s", plan.render())
     except BaseException:
         parts.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infinity.comm import rank_expected
 from infinity.config import Config
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.errors import ConfigError, StorageError
@@ -35,7 +37,7 @@ SPILL_FILE_BYTES = 256 << 20
 class SpillFile:
     """A file without a name, gone with its last descriptor, that holds the values of ``live`` parameters."""
 
-    handle: IO[bytes]
+    handle: IO[bytes] | io.BytesIO
     used: int = 0
     live: int = 0
 
@@ -138,6 +140,10 @@ class InitialValues:
             torch.utils.swap_tensors(parameter, placeholder)  # type: ignore[no-untyped-call]
         except RuntimeError:
             return  # something else refers to its storage: it stays real
+        self._places[id(parameter)] = self._write(values, dtype, shape)
+
+    def _write(self, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Spilled:
+        """Puts the bytes of a parameter behind those that are in the current file."""
         file = self._file(values.numel())
         try:
             view = memoryview(values.numpy())  # type: ignore[arg-type]
@@ -152,9 +158,10 @@ class InitialValues:
                 errno=error.errno,
                 action="Free disk space or choose another nvme_path",
             ) from None
-        self._places[id(parameter)] = Spilled(file, file.used, values.numel(), dtype, shape)
+        place = Spilled(file, file.used, values.numel(), dtype, shape)
         file.used += values.numel()
         file.live += 1
+        return place
 
     def _file(self, nbytes: int) -> SpillFile:
         if self._current is None or self._current.used + nbytes > SPILL_FILE_BYTES:
@@ -163,6 +170,37 @@ class InitialValues:
             if full is not None and not full.live:
                 full.handle.close()
         return self._current
+
+
+class ForgottenValues(InitialValues):
+    """Parameters under construction on a rank whose values nobody will use: those of rank 0 are everybody's.
+
+    Beyond the window they are not kept at all. An operation on one that is gone acts on zeros.
+    """
+
+    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self._window_bytes = window_bytes
+        self._window: OrderedDict[int, nn.Parameter] = OrderedDict()
+        self._window_used = 0
+        self._places: dict[int, Spilled] = {}
+        self._nowhere = SpillFile(io.BytesIO())
+
+    def read(self, placeholder: OffloadedParameter) -> torch.Tensor:
+        place = self._places[id(placeholder)]
+        return torch.zeros(place.shape, dtype=place.dtype)
+
+    def forget(self, placeholder: OffloadedParameter) -> None:
+        del self._places[id(placeholder)]
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    def _write(self, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Spilled:
+        return Spilled(self._nowhere, 0, values.numel(), dtype, shape)
 
 
 def _unnamed_file(directory: str) -> IO[bytes]:
@@ -177,7 +215,8 @@ class Init:
 
     With states on NVMe, parameters beyond a window of 64 MiB wait in unnamed files of the swap directory until
     ``infinity.initialize`` moves them to their tiers; without a swap directory this context does nothing. Values are
-    drawn in the usual order, so the model is bit for bit the one that is built without it.
+    drawn in the usual order, so the model is bit for bit the one that is built without it. Of several ranks only
+    rank 0, whose values all take, keeps those beyond the window.
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> None:
@@ -186,6 +225,8 @@ class Init:
         self._hook: Any = None
 
     def __enter__(self) -> Init:
+        if rank_expected() and self._values is None:
+            self._values = ForgottenValues()
         directories = [
             directory
             for kind in (StateKind.PARAM, StateKind.MASTER)

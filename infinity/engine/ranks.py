@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +24,33 @@ from infinity.tier import StateKind
 
 def share_of_threads(group: Group) -> int:
     """Threads of the update: this rank's part of the cores, as far as PyTorch has not been given fewer."""
-    cores = len(os.sched_getaffinity(0))
-    return min(torch.get_num_threads(), max(1, cores // group.local_world_size)) if group.world_size > 1 else 0
+    if group.world_size == 1:
+        return 0
+    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // group.local_world_size))
+
+
+def share_of_cores(cores: Collection[int], local_rank: int, local_ranks: int) -> set[int]:
+    """The cores of one of the ranks of a machine: a block of neighbours, or all where that is fewer than two.
+
+    >>> share_of_cores(range(8), 1, 3)
+    {2, 3}
+    """
+    each = len(cores) // local_ranks
+    return set(cores) if each < 2 else set(sorted(cores)[local_rank * each : (local_rank + 1) * each])
+
+
+@contextmanager
+def on_own_cores(group: Group) -> Iterator[None]:
+    """Inside, threads that are started run on this rank's cores; not if a launcher has chosen some already."""
+    before = os.sched_getaffinity(0)
+    if group.world_size == 1 or len(before) < (os.cpu_count() or 1):
+        yield
+        return
+    os.sched_setaffinity(0, share_of_cores(before, group.local_rank, group.local_world_size))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def check_alike(group: Group, config: Config, found: Partition, plan: Plan, *, moments: bool) -> None:
