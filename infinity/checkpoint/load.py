@@ -12,7 +12,7 @@ from infinity.memory.host import HostMemory
 from infinity.plan.placement import Placement
 from infinity.shard.partition import Unit
 from infinity.storage.store import Store
-from infinity.tier import StateKind
+from infinity.tier import PAGE_BYTES, StateKind, round_up
 
 WINDOW_NUMEL = 1 << 20
 
@@ -111,6 +111,41 @@ class StateWriter:
         if turn not in self._memory:
             self._memory[turn] = HostMemory(WINDOW_NUMEL * 8)
         return self._memory[turn].bytes
+
+
+class StateReader:
+    """Reads single values from their tiers, piece by piece."""
+
+    def __init__(self, placement: Placement, stores: dict[StateKind, Store]) -> None:
+        self._placement, self._stores = placement, stores
+        self._memory = HostMemory(0)
+
+    def reader(self, unit: Unit, slot: int, kind: StateKind) -> Reader:
+        """Reads one slot's values of ``kind``."""
+        store, dtype = self._stores[kind], self._placement.dtype(kind, unit)
+        offset = unit.layout.slots[slot].offset
+
+        def read(start: int, into: torch.Tensor) -> None:
+            first, last = (offset + start) * dtype.itemsize, (offset + start + into.numel()) * dtype.itemsize
+            home = store.resident(unit.index)
+            if home is not None:
+                into.copy_(home[first:last].view(dtype))
+                return
+            page = first // PAGE_BYTES * PAGE_BYTES
+            pages = self._window(round_up(last, PAGE_BYTES) - page)
+            store.read(unit.index, page, pages).wait()
+            into.copy_(pages[first - page : last - page].view(dtype))
+
+        return read
+
+    def free(self) -> None:
+        self._memory.free()
+
+    def _window(self, nbytes: int) -> torch.Tensor:
+        if self._memory.nbytes < nbytes:
+            self._memory.free()
+            self._memory = HostMemory(nbytes)
+        return self._memory.bytes[:nbytes]
 
 
 class _Piece:

@@ -32,11 +32,11 @@ class OutputFile:
     error ends all writing; whoever waits for a later ticket meets it.
     """
 
-    def __init__(self, disk: Disk, path: str, nbytes: int, lane: Lane) -> None:
+    def __init__(self, disk: Disk, path: str, nbytes: int, lane: Lane, *, direct: bool = True) -> None:
         self.path = path
         self._disk, self._lane, self._nbytes = disk, lane, nbytes
         with told("cannot create", path):
-            self._descriptor, self._direct = disk.create(path, direct=nbytes % PAGE_BYTES == 0 and nbytes > 0)
+            self._descriptor, self._direct = disk.create(path, direct=direct and nbytes % PAGE_BYTES == 0)
         self._used = 0
         self._chunks = [0] * -(-nbytes // CHUNK_BYTES)
         self._error: BaseException | None = None

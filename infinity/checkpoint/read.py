@@ -11,6 +11,7 @@ import torch
 from infinity.checkpoint import values
 from infinity.checkpoint.disk import read_file
 from infinity.checkpoint.input_file import ChunkCache, InputFile
+from infinity.checkpoint.load import Reader
 from infinity.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -87,6 +88,10 @@ class Checkpoint:
             position += take
             done += size
         into.copy_(raw.view(dtype))
+
+    def reader(self, parameter: SavedParameter, kind: StateKind) -> Reader:
+        """``read`` of one parameter."""
+        return lambda start, into: self.read(parameter, kind, start, into)
 
     def buffer(self, name: str) -> torch.Tensor:
         """A saved buffer."""

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.engine import persistence
+from infinity.checkpoint.export import MAX_SHARD_BYTES
+from infinity.engine import persistence, weights
 from infinity.engine.access import full_state
 from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
@@ -99,6 +100,35 @@ class Keeping:
         self._applied = False
         self._synchronise_scale()
         return result
+
+    def load_weights(
+        self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Streams weights onto their tiers, fp32 masters included; returns the names missing, the names not used.
+
+        ``source``: a safetensors file, a directory of them with its index, a torch state dict (``.bin``, ``.pt``),
+        DeepSpeed's ``zero_to_fp32`` output, a checkpoint, or a mapping. Raises ``CheckpointError`` with every name that
+        does not fit before anything is changed; not strict, for wrong shapes alone.
+        """
+        difference = weights.load_weights(self._training(), source, strict=strict)
+        return difference.missing, difference.unexpected
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: str | None = None,
+        trainable_only: bool = False,
+    ) -> list[str]:
+        """Writes safetensors files as Hugging Face does, streamed; returns their paths.
+
+        ``dtype``: "fp32", "bf16" or "fp16", by default what the model computes in. ``trainable_only`` leaves frozen
+        weights out, as for adapters. A model of transformers gets its config written too.
+        """
+        self._runtime.check()
+        return weights.save_pretrained(
+            self._training(), directory, max_shard_bytes, dtype, trainable_only=trainable_only
+        )
 
     def _training(self) -> persistence.Training:
         counters = {name: self.__dict__[name] for name in COUNTERS}

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.checkpoint.folder import Folder
-from infinity.checkpoint.load import Reader, StateWriter, compare, parameter_names, zeros
+from infinity.checkpoint.load import (
+    StateWriter,
+    compare,
+    parameter_names,
+    zeros,
+)
 from infinity.checkpoint.manifest import SavedParameter
 from infinity.checkpoint.read import Checkpoint
 from infinity.checkpoint.save import Contents, save
@@ -26,6 +32,7 @@ from infinity.errors import CheckpointError, ScheduleError, StorageError
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.rules import TorchRule
+from infinity.shard.layout import Slot
 from infinity.shard.partition import Unit
 from infinity.tier import StateKind
 
@@ -106,7 +113,7 @@ def load_checkpoint(
             with_optimizer = optimizer_states and not module_only and training.optimizer is not None
             if with_optimizer:
                 _check_optimizer(training, checkpoint, state, matched, strict=strict)
-            try:
+            with changing(training, checkpoint.path):
                 _load_parameters(training, checkpoint, matched)
                 if with_optimizer:
                     _load_moments(training, checkpoint, matched)
@@ -114,17 +121,6 @@ def load_checkpoint(
                     if name in checkpoint.manifest.buffers:
                         with torch.no_grad():
                             buffer.copy_(checkpoint.buffer(name))
-            except BaseException as error:
-                runtime.failure = HalfLoaded(
-                    f"{checkpoint.path} was loaded in part only, so the model's values are mixed: {error}. Load a "
-                    "complete checkpoint"
-                )
-                raise
-            finally:
-                for bound in runtime.units:
-                    bound.generation += 1
-                training.parts.params.drop_all()
-                training.parts.grads.reset()
         if not module_only:
             _restore(training, state, with_optimizer=with_optimizer, with_scheduler=scheduler_states)
             if rng_states and own is not None:
@@ -132,6 +128,29 @@ def load_checkpoint(
         log.info("loaded %s, step %d", checkpoint.path, checkpoint.manifest.step)
         client: dict[str, Any] = state["client_state"]
         return checkpoint.path, client
+
+
+def value_kinds(training: Training, unit: Unit) -> list[StateKind]:
+    """The kinds that hold a unit's values, the most precise one first."""
+    return [kind for kind in (StateKind.MASTER, StateKind.PARAM) if training.parts.plan.placement.has(kind, unit)]
+
+
+@contextmanager
+def changing(training: Training, source: str) -> Iterator[None]:
+    """Inside, values on the tiers change: copies elsewhere are dropped; an error leaves an engine that says so."""
+    runtime = training.runtime
+    try:
+        yield
+    except BaseException as error:
+        runtime.failure = HalfLoaded(
+            f"{source} was loaded in part only, so the model's values are mixed: {error}. Load a complete checkpoint"
+        )
+        raise
+    finally:
+        for bound in runtime.units:
+            bound.generation += 1
+        training.parts.params.drop_all()
+        training.parts.grads.reset()
 
 
 class HalfLoaded(StorageError):
@@ -200,13 +219,8 @@ Matched = dict[tuple[int, int], SavedParameter]
 
 
 def _match(training: Training, checkpoint: Checkpoint, *, strict: bool) -> Matched:
-    places = {
-        slot.name: (unit, number)
-        for unit in training.parts.partition.units
-        for number, slot in enumerate(unit.layout.slots)
-    }
-    names = {name: parameter_names(unit, number) for name, (unit, number) in places.items()}
-    shapes = {name: unit.layout.slots[number].shape for name, (unit, number) in places.items()}
+    names = names_of(training)
+    shapes = {name: slot.shape for name, slot in slots_of(training).items()}
     saved, owner = {}, {}
     for name, parameter in checkpoint.manifest.parameters.items():
         for alias in (name, *parameter.also):
@@ -220,10 +234,25 @@ def _match(training: Training, checkpoint: Checkpoint, *, strict: bool) -> Match
     )
     difference.check(checkpoint.path, strict=strict)
     matched = {}
-    for name, (unit, number) in places.items():
-        if name in found:
-            matched[unit.index, number] = checkpoint.manifest.parameters[owner[found[name]]]
+    for unit in training.parts.partition.units:
+        for number, slot in enumerate(unit.layout.slots):
+            if slot.name in found:
+                matched[unit.index, number] = checkpoint.manifest.parameters[owner[found[slot.name]]]
     return matched
+
+
+def slots_of(training: Training) -> dict[str, Slot]:
+    """Each parameter's place in its unit, by its first name."""
+    return {slot.name: slot for unit in training.parts.partition.units for slot in unit.layout.slots}
+
+
+def names_of(training: Training) -> dict[str, list[str]]:
+    """Every name of each parameter, by its first."""
+    return {
+        slot.name: parameter_names(unit, number)
+        for unit in training.parts.partition.units
+        for number, slot in enumerate(unit.layout.slots)
+    }
 
 
 def _check_optimizer(training: Training, checkpoint: Checkpoint, state: Any, matched: Matched, *, strict: bool) -> None:
@@ -262,9 +291,9 @@ def _load_parameters(training: Training, checkpoint: Checkpoint, matched: Matche
     writer = StateWriter(placement, training.parts.stores)
     try:
         for unit in training.parts.partition.units:
-            kinds = [kind for kind in (StateKind.MASTER, StateKind.PARAM) if placement.has(kind, unit)]
+            kinds = value_kinds(training, unit)
             readers = {
-                number: _reader(checkpoint, parameter, checkpoint.value_kind(parameter))
+                number: checkpoint.reader(parameter, checkpoint.value_kind(parameter))
                 for number, parameter in _of_unit(unit, matched)
             }
             with training.runtime.watched():
@@ -283,7 +312,7 @@ def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) 
             for kind in MOMENTS:
                 if placement.has(kind, unit):
                     readers = {
-                        number: _reader(checkpoint, parameter, kind) if kind in checkpoint.kinds(parameter) else zeros
+                        number: checkpoint.reader(parameter, kind) if kind in checkpoint.kinds(parameter) else zeros
                         for number, parameter in _of_unit(unit, matched)
                     }
                     with training.runtime.watched():
@@ -295,13 +324,6 @@ def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) 
 def _of_unit(unit: Unit, matched: Matched) -> list[tuple[int, SavedParameter]]:
     slots = range(len(unit.layout.slots))
     return [(number, matched[unit.index, number]) for number in slots if (unit.index, number) in matched]
-
-
-def _reader(checkpoint: Checkpoint, parameter: SavedParameter, kind: StateKind) -> Reader:
-    def read(start: int, into: torch.Tensor) -> None:
-        checkpoint.read(parameter, kind, start, into)
-
-    return read
 
 
 def _restore(training: Training, state: Any, *, with_optimizer: bool, with_scheduler: bool) -> None:
