@@ -4,10 +4,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/demo.json
 SWAP_DIR ?=
+KILLS ?= 200
+SEED ?= 0
 NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-all lint sanitize clean
+.PHONY: help venv build demo test test-all test-faults lint sanitize clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,13 +42,17 @@ sanitize:  ## native tests under the address, undefined-behaviour, thread saniti
 	@set -e; for directory in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$directory check; done
 
 # A machine that tests must have the real libraries: a fallback would pass for them.
-test test-all: export INFINITY_REQUIRE_NATIVE = 1
+test test-all test-faults: export INFINITY_REQUIRE_NATIVE = 1
 
 test: build lint sanitize  ## lint, native tests, quick Python tests
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
+
+test-faults: build  ## 200 SIGKILLs at random instants, a fault at every I/O call of a save (KILLS=..., SEED=...)
+	$(BIN)/python -m tests.faults.kill_harness --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m pytest -q tests/checkpoint/test_disk_faults.py tests/faults
 
 clean:  ## remove what was built; .venv and runs/ stay
 	rm -rf build native/*/tests/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from infinity.checkpoint.disk import Disk, replace_file, told
-from infinity.checkpoint.header import lay_out
-from infinity.checkpoint.load import Reader
+from infinity.checkpoint.header import DTYPES, lay_out
+from infinity.checkpoint.load import Reader, reader_of
 from infinity.checkpoint.output_file import OutputFile
+from infinity.checkpoint.read import Checkpoint
 from infinity.device.lane import DONE, Lane, Ticket
 from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
@@ -56,6 +57,23 @@ def chosen(dtype: str | None) -> torch.dtype | None:
     if dtype not in FORMATS:
         raise CheckpointError(f'dtype "{dtype}" is not known; expected one of {", ".join(FORMATS)}')
     return FORMATS[dtype]
+
+
+def saved_weights(checkpoint: Checkpoint, wanted: torch.dtype | None, *, trainable_only: bool) -> Iterator[Weight]:
+    """The weights of a checkpoint, tied ones once, then its buffers unless only trained weights are wanted."""
+    manifest = checkpoint.manifest
+    for name, parameter in manifest.parameters.items():
+        unit = manifest.units[parameter.unit]
+        if trainable_only and not unit.trainable:
+            continue
+        own = DTYPES[unit.dtype]
+        dtype = own if wanted is None or not own.is_floating_point else wanted
+        reader = checkpoint.reader(parameter, checkpoint.value_kind(parameter))
+        yield Weight(name, tuple(parameter.shape), dtype, reader)
+    if not trainable_only:
+        for name in manifest.buffers:
+            buffer = checkpoint.buffer(name)
+            yield Weight(name, tuple(buffer.shape), buffer.dtype, reader_of(buffer))
 
 
 def write_weights(

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 import infinity
+from infinity.cli import ckpt, nvme
 from infinity.cli import doctor as examination
-from infinity.cli import nvme
 from infinity.cli.failures import reported
 from infinity.cli.findings import as_json, collect, exit_code, show
 from infinity.cli.train import decoder_config
@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 
 app.add_typer(nvme.app, name="nvme")
+app.add_typer(ckpt.app, name="ckpt")
+app.command("export")(ckpt.export_command)
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, the rest elsewhere.")]
@@ -63,12 +65,17 @@ def train(
         bool,
         typer.Option("--floor", help="Measure first what torch and the activations alone cost; hold the peak to it."),
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(help='"auto" goes on from the latest checkpoint of this run if there is one; or a directory.'),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Train the decoder that CONFIG describes on bytes of text."""
     with reported(debug=debug):
-        summary = run_training(_config(config, overrides), Console(stderr=json, emoji=False), with_floor=floor)
+        console = Console(stderr=json, emoji=False)
+        summary = run_training(_config(config, overrides), console, with_floor=floor, resume=resume)
         if int(os.environ.get("RANK", "0")):
             return  # rank 0 tells for all
         if json:

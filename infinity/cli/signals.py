@@ -1,4 +1,4 @@
-"""Lets the first Ctrl-C or SIGTERM end a run between two micro batches."""
+"""Lets the first Ctrl-C or SIGTERM end a run between two steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopRequest:
         if again and not self._ending:
             raise KeyboardInterrupt
         if not again and not self._ending:
-            self._say(f"{signal.Signals(number).name}: stopping after this micro batch; once more stops at once")
+            self._say(f"{signal.Signals(number).name}: stopping after this step; once more stops at once")
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):

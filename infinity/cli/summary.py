@@ -43,7 +43,7 @@ class Summary:
     steps: int
     seconds: float
     tokens_per_second: float
-    last_loss: float
+    last_loss: float | None
     held_back: dict[int, float]
     unigram_entropy: float
     tiers: dict[str, TierUse]

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 import infinity
+from infinity.cli.checkpoints import RunCheckpoints, keep_metrics
 from infinity.cli.failures import Stopped
 from infinity.cli.floor import measure_floor
 from infinity.cli.measure import StepMeter, tier_use
@@ -35,10 +36,11 @@ from infinity.obs.process_memory import AnonymousPeak, status_bytes
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
-def train(config: Config, console: Console, *, with_floor: bool = False) -> Summary:
+def train(config: Config, console: Console, *, with_floor: bool = False, resume: str | None = None) -> Summary:
     """Train to the last step; ``with_floor`` measures first what torch and the activations cost by themselves.
 
-    Writes ``config.resolved.json`` and ``metrics.jsonl`` to ``run.output_dir``. Raises ``Stopped`` after a signal.
+    Writes ``config.resolved.json``, ``metrics.jsonl`` and ``checkpoints/`` to ``run.output_dir``. ``resume``: "auto"
+    or a directory of checkpoints. Raises ``Stopped`` after a signal.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     shape = decoder_config(config)
@@ -47,7 +49,7 @@ def train(config: Config, console: Console, *, with_floor: bool = False) -> Summ
     shown = open_progress(console, every=config.steps_per_print or 0)
     with AnonymousPeak() as memory, _logging_through(shown), StopRequest(shown.say) as stop:
         try:
-            run = _Run(config, shape, shown, stop, rank, world_size)
+            run = _Run(config, shape, shown, stop, rank, world_size, resume)
             floor = run.floor() if with_floor else None
             run.train()
             return run.summary(memory, floor)
@@ -86,13 +88,21 @@ class _Run:
     """One run from its first byte of text to its last step."""
 
     def __init__(
-        self, config: Config, shape: DecoderConfig, shown: Shown, stop: StopRequest, rank: int, world_size: int
+        self,
+        config: Config,
+        shape: DecoderConfig,
+        shown: Shown,
+        stop: StopRequest,
+        rank: int,
+        world_size: int,
+        resume: str | None,
     ) -> None:
         self._config, self._shape, self._shown, self._stop = config, shape, shown, stop
         self._world_size, self._is_first = world_size, rank == 0
         self._batch = config.resolve_batch(world_size)
         self._output = Path(config.run.output_dir)
         self._prepare_output()
+        self._checkpoints = RunCheckpoints(self._output, config.run, resume)
         seed_everything(config.run.seed)
         self._corpus = Corpus.open(config.run.data)
         sizes = {"batch_size": self._batch.micro_batch_size, "sequence_length": config.run.sequence_length}
@@ -102,7 +112,8 @@ class _Run:
             self._held_back = evaluation_batches(self._corpus, batches=config.run.eval_batches, **sizes)
         self._anonymous_before_model = status_bytes("RssAnon")
         self._losses: dict[int, float] = {}
-        self._last_loss, self._seconds = float("nan"), 0.0
+        self._last_loss: float | None = None
+        self._done, self._seconds = 0, 0.0
         self._report: dict[str, Any] = {}
 
     def _prepare_output(self) -> None:
@@ -140,28 +151,29 @@ class _Run:
             model = Decoder(self._shape)
         engine, _, _, _ = infinity.initialize(model=model, config=settings)
         try:
+            done = self._done = self._checkpoints.resume(engine, self._loader)
             if self._is_first:
-                (self._output / "metrics.jsonl").unlink(missing_ok=True)
+                keep_metrics(self._output / "metrics.jsonl", done)
             with MetricsWriter(self._output / "metrics.jsonl" if self._is_first else os.devnull) as metrics:
                 self._shown.begin(heading := self._heading(engine))
-                metrics.write({"event": "start", **asdict(heading), "world_size": self._world_size})
-                self._loop(engine, metrics)
+                metrics.write({"event": "start", **asdict(heading), "world_size": self._world_size, "after": done})
+                self._loop(engine, metrics, done)
             self._report = engine.report()
         finally:
             self._stop.ending()
             engine.destroy()
 
-    def _loop(self, engine: Any, metrics: MetricsWriter) -> None:
+    def _loop(self, engine: Any, metrics: MetricsWriter, done: int) -> None:
         run, meter = self._config.run, StepMeter()
         tokens = self._batch.train_batch_size * run.sequence_length
-        self._evaluate(engine, metrics, 0)
-        for step in range(1, run.steps + 1):
+        if not done:
+            self._evaluate(engine, metrics, 0)
+        for step in range(done + 1, run.steps + 1):
+            self._check(engine, step - 1)
             meter.start(engine.report())
             learning_rate = float(engine.get_lr()[0])
             total = torch.zeros(())
             for _ in range(self._batch.accumulation_steps):
-                if self._world_size == 1:  # several ranks must stop after the same micro-batch
-                    self._check(step - 1)
                 inputs, targets = (tensor.to(engine.device) for tensor in self._loader.next_batch())
                 loss = engine(inputs, targets)
                 engine.backward(loss)
@@ -179,10 +191,10 @@ class _Run:
             self._last_loss, self._seconds = record.loss, self._seconds + record.seconds
             self._shown.step(record)
             metrics.write(record.as_json())
-            if self._world_size > 1:
-                self._check_together(engine, step)
             if step == run.steps or (run.eval_every and step % run.eval_every == 0):
                 self._evaluate(engine, metrics, step)
+            if self._checkpoints.is_due(step):
+                self._checkpoints.save(engine, self._loader)
         start = time.perf_counter()
         engine.settle()
         self._seconds += time.perf_counter() - start
@@ -195,7 +207,7 @@ class _Run:
         with torch.no_grad():
             for inputs, targets in self._held_back:
                 if self._world_size == 1:
-                    self._check(step)
+                    self._check(engine, step)
                 total += float(engine(inputs.to(engine.device), targets.to(engine.device)))
         engine.train()
         self._losses[step] = loss = total / len(self._held_back)
@@ -204,18 +216,18 @@ class _Run:
             {"event": "evaluation", "step": step, "loss": loss, "unigram_entropy": self._corpus.unigram_entropy}
         )
 
-    def _check(self, steps: int) -> None:
-        if self._stop.signal_number is not None:
-            progress = f"after {steps} of {self._config.run.steps} steps"
-            told = f"{progress}; the swap files are gone, {self._output} keeps the metrics."
-            raise Stopped(self._stop.signal_number, told)
-
-    def _check_together(self, engine: Any, steps: int) -> None:
-        """Stops every rank if one has been asked to."""
+    def _check(self, engine: Any, steps: int) -> None:
+        """Ends the run after a signal to any rank, with a checkpoint of what was done so far."""
         number = self._stop.signal_number
-        if engine.averaged(float(number is not None)):
-            self._stop.signal_number = number or signal.SIGTERM
-            self._check(steps)
+        if self._world_size > 1 and engine.averaged(float(number is not None)):
+            number = self._stop.signal_number = number or signal.SIGTERM
+        if number is None:
+            return
+        engine.train()
+        saved = self._checkpoints.save(engine, self._loader) if steps else None
+        kept = f"{saved} holds them" if saved else "nothing was worth a checkpoint"
+        told = f"after {steps} of {self._config.run.steps} steps; {kept}; the swap files are gone."
+        raise Stopped(number, told)
 
     def _heading(self, engine: Any) -> Heading:
         report = engine.report()
@@ -239,7 +251,7 @@ class _Run:
     def summary(self, memory: AnonymousPeak, floor: int | None) -> Summary:
         """The finished run in numbers, also the last line of the metrics."""
         report, steps = self._report, self._config.run.steps
-        tokens = steps * self._batch.train_batch_size * self._config.run.sequence_length
+        tokens = max(0, steps - self._done) * self._batch.train_batch_size * self._config.run.sequence_length
         summary = Summary(
             parameters=report["parameters"],
             steps=steps,

@@ -29,7 +29,9 @@ class RunConfig(Block):
     seed: Natural = 0
     output_dir: Text = "runs/latest"
     checkpoint_every: Natural = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints in ``<output_dir>/checkpoints``; 0 writes one at the end only."""
+    keep_last: Count = 2
+    """Checkpoints that are kept, the newest ones."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 never evaluates."""
     eval_batches: Count = 8

@@ -134,6 +134,7 @@ class Exploit:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     torch.save({"a": Exploit(tmp_path / "executed")}, tmp_path / "a.pt")
     (tmp_path / "b.bin").write_bytes(pickle.dumps(Exploit(tmp_path / "executed")))
@@ -204,7 +205,9 @@ def gpt2() -> nn.Module:
 
 def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
     )
 
 

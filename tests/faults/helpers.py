@@ -182,11 +182,12 @@ class TinyRun:
     def output(self) -> Path:
         return self.directory / "out"
 
-    def code(self, *overrides: str, before: str = "") -> str:
-        """Source that trains with ``overrides``, after ``before``."""
+    def code(self, *overrides: str, before: str = "", resume: bool = False) -> str:
+        """Source that trains with ``overrides``, after ``before``; ``resume`` from the latest checkpoint if any."""
         path = self.directory / "config.json"
         path.write_text(json.dumps(self.settings))
         options = [part for override in overrides for part in ("--set", override)]
+        options += ["--resume", "auto"] if resume else []
         return f"{before}\ncommand('train', {str(path)!r}, *{options!r})"
 
     def check_nothing_left(self) -> None:

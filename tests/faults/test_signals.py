@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from infinity.checkpoint.folder import Folder
 from infinity.obs.metrics import read_metrics
 from tests.faults.helpers import Finished, TinyRun, Zygote, leftovers
 
@@ -42,9 +43,12 @@ def test_one_signal(zygote: Zygote, tiny: TinyRun, number: signal.Signals) -> No
     assert leftovers(tiny.swap)
     child.send(number)
     text = sentence(child.finish(), number)
-    assert "of 100000 steps; the swap files are gone" in text
+    assert "of 100000 steps; " in text
+    assert "holds them; the swap files are gone" in text
     assert leftovers(tiny.swap) == []
-    assert read_metrics(tiny.output / "metrics.jsonl")[-1]["event"] == "step"
+    metrics = read_metrics(tiny.output / "metrics.jsonl")
+    assert metrics[-1]["event"] == "step"
+    assert Folder(tiny.output / "checkpoints").latest() == f"global_step{metrics[-1]['step']}"
 
 
 @pytest.mark.parametrize("number", SIGNALS)
