@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -45,8 +46,15 @@ class Disk:
         return os.open(path, flags, 0o600), False
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """How many of the bytes were written."""
-        return os.pwrite(descriptor, data, offset)
+        """How many of the bytes were written. What direct I/O cannot do, as after a short write, goes the other way."""
+        try:
+            return os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return os.pwrite(descriptor, data, offset)
 
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)

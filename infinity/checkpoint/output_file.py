@@ -98,7 +98,7 @@ class OutputFile:
 
     def _sync(self) -> None:
         if self._error is not None:
-            return
+            raise self._error  # of a write whose own ticket nobody may have waited for
         descriptor, self._descriptor = self._descriptor, -1
         try:
             with told("cannot make durable", self.path):

@@ -6,10 +6,10 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -88,21 +88,57 @@ def save(folder: Folder, tag: str, contents: Contents, keep_last: int | None = N
     Nothing in ``contents`` may change meanwhile. Extra memory: two windows. Raises ``StorageError`` for a file that
     could not be written, in which case earlier checkpoints are as they were.
     """
-    start = time.perf_counter()
-    with folder.writing():
-        directory = folder.prepare(tag)
+    start, group = time.perf_counter(), contents.group
+    first = group.rank == 0
+    with ExitStack() as stack:
+        directory = together(group, "the beginning of a checkpoint", lambda: _begin(folder, tag, stack, first=first))
         try:
-            nbytes = _Writer(folder.disk, directory, contents).run()
-            path = folder.publish(tag)
+            writer = _Writer(folder.disk, directory, contents)
+            nbytes = together(group, "the files of a checkpoint", writer.write_rank)
+            end = lambda: _complete(folder, tag, writer, keep_last) if first else None  # noqa: E731
+            together(group, "the end of a checkpoint", end)
         except BaseException:
-            with suppress(OSError):
-                folder.disk.remove(folder.of(tag) + INCOMPLETE)
+            if first:
+                with suppress(OSError):
+                    folder.disk.remove(directory)
             raise
-        if keep_last is not None:
-            folder.prune(keep_last)
-    seconds = time.perf_counter() - start
+    path, seconds = folder.of(tag), time.perf_counter() - start
     log.info("checkpoint %s: %s in %.2f s (%.2f GB/s)", path, format_bytes(nbytes), seconds, nbytes / seconds / 1e9)
     return path
+
+
+def _begin(folder: Folder, tag: str, stack: ExitStack, *, first: bool) -> str:
+    """The directory to write to; the first rank makes it."""
+    if not first:
+        return folder.of(tag) + INCOMPLETE
+    stack.enter_context(folder.writing())
+    return folder.prepare(tag)
+
+
+def _complete(folder: Folder, tag: str, writer: _Writer, keep_last: int | None) -> None:
+    writer.write_manifest()
+    folder.publish(tag)
+    if keep_last is not None:
+        folder.prune(keep_last)
+
+
+Result = TypeVar("Result")
+
+
+def together(group: Group, name: str, work: Callable[[], Result]) -> Result:
+    """Does this rank's part, then raises on every rank if it failed on one."""
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    told = group.talk(name, b"" if error is None else f"{error}".encode() or b"?")
+    if error is not None:
+        raise error
+    for rank, words in enumerate(told):
+        if words:
+            raise StorageError(f"rank {rank} could not do its part: {words.decode(errors='replace')}")
+    return result
 
 
 @dataclass
@@ -121,12 +157,15 @@ class _Writer:
         self._files: dict[str, OutputFile] = {}
         self._ends: list[Ticket] = []
         self._windows: list[_Window] = []
+        self._shards: dict[str, list[Unit]] = {}
+        self._state: Any = None
 
-    def run(self) -> int:
-        """Writes everything; returns the bytes."""
+    def write_rank(self) -> int:
+        """Writes the files of this rank; returns their bytes."""
         contents = self._contents
-        shards = _grouped(contents)
-        state = values.encode(contents.state, "state", self._put("state"))
+        shards = self._shards = _grouped(contents)
+        if self._rank == 0:
+            self._state = values.encode(contents.state, "state", self._put("state"))
         rank_state = values.encode(contents.rank_state, "state", self._put("rank"))
         self._check_space(shards)
         self._lane = Lane("checkpoint")
@@ -148,13 +187,15 @@ class _Writer:
                 window.memory.free()
         files = {name: _record(file.written) for name, file in self._files.items()}
         write_file(self._disk, self._path(part_name(self._rank)), to_json(RankPart(files=files, state=rank_state)))
-        if self._rank == 0:
-            write_file(self._disk, self._path(MANIFEST), to_json(self._manifest(shards, state)))
         return sum(file.nbytes for file in files.values())
 
-    def _manifest(self, shards: dict[str, list[Unit]], state: Any) -> Manifest:
+    def write_manifest(self) -> None:
+        """Says what all ranks wrote."""
+        write_file(self._disk, self._path(MANIFEST), to_json(self._manifest()))
+
+    def _manifest(self) -> Manifest:
         contents, world_size = self._contents, self._contents.group.world_size
-        stem_of = {unit.index: stem for stem, units in shards.items() for unit in units}
+        stem_of = {unit.index: stem for stem, units in self._shards.items() for unit in units}
         units = [
             SavedUnit(
                 name=unit.name,
@@ -187,7 +228,7 @@ class _Writer:
             parameters=parameters,
             buffers={name: list(value.shape) for name, value in contents.buffers.items()},
             step=contents.step,
-            state=state,
+            state=self._state,
             config=contents.config,
             plan=contents.plan,
         )

@@ -75,6 +75,8 @@ class InfinityConfig(Block):
     """Bytes of accelerator memory; on a CPU, bytes of RAM that play its part."""
     host_memory: AutoBytes = "auto"
     nvme_space: AutoBytes = "auto"
+    nvme_writes_per_day: AutoSomeBytes = "auto"
+    """Bytes written to NVMe in 24 hours above which a run warns; "auto" never does."""
     nvme_path: Directories | None = None
     """Swap directories, one per disk, for states whose offload block names none."""
     placement: Annotated[

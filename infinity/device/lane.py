@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -71,6 +72,7 @@ class Lane:
     def __init__(self, name: str, delay: Callable[[], None] | None = None) -> None:
         self.name = name
         self._delay = delay
+        self._busy_since: float | None = None
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], LaneTicket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"infinity-{name}", daemon=True)
         self._thread.start()
@@ -87,15 +89,22 @@ class Lane:
             self._queue.put(None)
             self._thread.join()
 
+    def waiting(self) -> list[tuple[str, float]]:
+        """The entry at hand, if there is one, with when it began on the performance counter."""
+        since = self._busy_since
+        return [] if since is None else [(f"lane {self.name}", since)]
+
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             work, ticket = entry
+            self._busy_since = time.perf_counter()
             try:
                 if self._delay is not None:
                     self._delay()
                 ticket.resolve(work())
             except BaseException as error:  # handed to whoever waits on the ticket
                 ticket.fail(error)
+            self._busy_since = None
             del work, ticket, entry
 
 
@@ -115,6 +124,10 @@ class CallersLane:
         except Exception as error:
             ticket.fail(error)
         return ticket
+
+    def waiting(self) -> list[tuple[str, float]]:
+        """Nothing: its entries are the caller's own."""
+        return []
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -36,6 +36,8 @@ from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, Store
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.swap_file import SwapFile
+from infinity.storage.verified_store import VerifiedFileStore
+from infinity.storage.watchdog import Watchdog
 from infinity.stream.activations import Activations, ActivationStream, DeviceActivations
 from infinity.stream.consumed import ConsumedGradients, ConsumedGradStream
 from infinity.stream.exchange import GradExchange
@@ -83,6 +85,7 @@ class Parts:
     swap: list[SwapDirectory] = field(default_factory=list)
     io: IoEngine | None = None
     lanes: list[Lane | CallersLane] = field(default_factory=list)
+    watchdog: Watchdog | None = None
     activations: Activations = field(default_factory=DeviceActivations)
     params: ParamStream = None  # type: ignore[assignment]
     grads: GradStream | GradExchange = None  # type: ignore[assignment]
@@ -110,6 +113,8 @@ class Parts:
             for lane in reversed(self.lanes):
                 last_to_first.callback(lane.close)
             last_to_first.callback(self.group.close)
+            if self.watchdog is not None:
+                last_to_first.callback(self.watchdog.close)
 
 
 def plan_for(
@@ -187,6 +192,8 @@ def _build(
         with on_own_cores(group):
             _open_stores(parts, injected)
             _wire(parts, injected)
+        files = [store for store in homes.stores.values() if isinstance(store, FileStore)]
+        parts.watchdog = Watchdog([*files, *parts.lanes], config.infinity.timeout_seconds)
         log.info("%s", plan.render())
     except BaseException:
         parts.close()
@@ -200,7 +207,6 @@ def _check_supported(config: Config) -> None:
     partly = [block for block in (zero.offload_param, zero.offload_optimizer) if block and block.ratio != 1.0]
     unsupported = {
         'infinity.device: "cuda"': own.device == "cuda",
-        "infinity.verify": own.verify,
         f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
         "fp16.auto_cast": config.fp16.auto_cast,
         "an offload ratio below 1": bool(partly),
@@ -269,7 +275,13 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
         staging = parts.plan.staging.get(kind)
         pool = None if staging is None else _pool(parts, staging, injected)
         assert parts.io is not None
-        store = FileStore(parts.io, extents[kind], parts.ledger, pool)
+        kind_of_store = VerifiedFileStore if parts.config.infinity.verify else FileStore
+        names = {
+            unit.index: f'{kind.value} of unit "{unit.name}" ({str(placement.dtype(kind, unit)).split(".")[-1]}, '
+            f"{placement.nbytes(kind, unit)} bytes)"
+            for unit in partition.units
+        }
+        store = kind_of_store(parts.io, extents[kind], parts.ledger, pool, names)
         parts.homes.stores[kind] = parts.homes.slice_stores[kind] = store
     _open_activations(parts, spilled, injected)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
 from infinity.errors import ScheduleError
+from infinity.obs.wear import WearMeter
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.steps import Steps
@@ -72,6 +74,8 @@ class Engine(Keeping):
         self.updates: Updates
         self._norm: float | None = None
         self._applied = False
+        limit = parts.config.infinity.nvme_writes_per_day
+        self._wear = WearMeter(None if limit == "auto" else limit)
         self._traffic_mark = (0, 0)
         self._last_traffic = (0, 0)
         self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
@@ -336,6 +340,8 @@ class Engine(Keeping):
     def _note_traffic(self) -> None:
         """Called once a step, when the last update is over and this one's has not begun."""
         now = self._parts.ledger.bytes["nvme_read"], self._parts.ledger.bytes["nvme_write"]
+        if told := self._wear.note(now[1], time.monotonic()):
+            log.warning(told)
         self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
         self._traffic_mark = now
 

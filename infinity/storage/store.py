@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -127,8 +127,8 @@ class Extent:
     file: SwapFile
     offset: int
     nbytes: int
-    reads: list[tuple[int, int, Ticket]] = field(default_factory=list)
-    writes: list[tuple[int, int, Ticket]] = field(default_factory=list)
+    reads: list[tuple[int, int, LinkTicket]] = field(default_factory=list)
+    writes: list[tuple[int, int, LinkTicket]] = field(default_factory=list)
 
 
 class LinkTicket:
@@ -138,7 +138,7 @@ class LinkTicket:
         self._ticket = ticket
         self._ledger = ledger
         self._link = link
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         self._lock = threading.Lock()
         self._open = True
 
@@ -159,7 +159,7 @@ class LinkTicket:
             if not self._open:
                 return
             self._open = False
-        self._ledger.end(self._link, self._started, self._ticket.finished_at())
+        self._ledger.end(self._link, self.started, self._ticket.finished_at())
 
 
 class FileLease:
@@ -193,9 +193,18 @@ class FileStore:
 
     tier = Tier.NVME
 
-    def __init__(self, engine: IoEngine, extents: dict[int, Extent], ledger: Ledger, pool: SlabPool | None) -> None:
+    def __init__(
+        self,
+        engine: IoEngine,
+        extents: dict[int, Extent],
+        ledger: Ledger,
+        pool: SlabPool | None,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        """``names`` say what an extent holds, by unit."""
         self._engine = engine
         self._extents = extents
+        self._names = names or {}
         self._ledger = ledger
         self._pool = pool
         self._lock = threading.Lock()
@@ -246,7 +255,18 @@ class FileStore:
             self._wait_overlapping(extent.writes, 0, extent.nbytes)
             self._wait_overlapping(extent.reads, 0, extent.nbytes)
 
-    def _wait_overlapping(self, transfers: list[tuple[int, int, Ticket]], start: int, stop: int) -> None:
+    def waiting(self) -> list[tuple[str, float]]:
+        """Every transfer under way, with when it began on the performance counter."""
+        with self._lock:
+            pending = [
+                (f"{verb} {self._names.get(unit, 'a state')}, bytes {start} to {stop} in {extent.file.path}", ticket)
+                for unit, extent in self._extents.items()
+                for verb, transfers in (("reading", extent.reads), ("writing", extent.writes))
+                for start, stop, ticket in transfers
+            ]
+        return [(what, ticket.started) for what, ticket in pending if not ticket.done()]
+
+    def _wait_overlapping(self, transfers: list[tuple[int, int, LinkTicket]], start: int, stop: int) -> None:
         with self._lock:
             overlapping = [entry for entry in transfers if entry[0] < stop and start < entry[1]]
         for entry in overlapping:
@@ -257,5 +277,5 @@ class FileStore:
                     transfers.remove(entry)
 
 
-def _pending(transfers: Iterable[tuple[int, int, Ticket]]) -> list[tuple[int, int, Ticket]]:
+def _pending(transfers: Iterable[tuple[int, int, LinkTicket]]) -> list[tuple[int, int, LinkTicket]]:
     return [entry for entry in transfers if not entry[2].done()]

@@ -53,7 +53,7 @@ class VerifiedFileStore(FileStore):
         pool: SlabPool | None,
         names: Mapping[int, str],
     ) -> None:
-        super().__init__(engine, extents, ledger, pool)
+        super().__init__(engine, extents, ledger, pool, names)
         self._records = {}
         for unit, extent in extents.items():
             pages = -(-extent.nbytes // PAGE_BYTES)

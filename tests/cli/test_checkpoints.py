@@ -75,7 +75,7 @@ def test_verify_finds_one_wrong_bit(config: Path, tmp_path: Path) -> None:
             assert result.exit_code == 1, (path, place)
             verdicts = {found["check"]: found["verdict"] for found in json.loads(result.stdout)["findings"]}
             assert verdicts == {"global_step1": "OK", "global_step2": "FAIL", "global_step9.incomplete": "WARN"}
-        path.write_bytes(whole[:-1])
+        path.write_bytes(whole[:-2])
         assert infinity("ckpt", "verify", folder / "global_step2").exit_code == 1
         path.write_bytes(whole)
     assert infinity("ckpt", "verify", folder / "global_step2").exit_code == 0

@@ -12,7 +12,7 @@ from tests.faults.helpers import Zygote
 from tests.faults.kill_harness import harness
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(15, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_random(
     zygote: Zygote, tmp_path: Path, kills: int, record_property: Callable[[str, object], None]
 ) -> None:
