@@ -93,7 +93,7 @@ python_values = st.recursive(
         st.lists(inner, max_size=4)
         | st.tuples(inner, inner)
         | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers(), st.booleans()), inner, max_size=4)
-        | st.sets(st.integers() | st.text(), max_size=4)
+        | st.sets(st.integers() | st.text(), max_size=1)
     ),
     max_leaves=20,
 )
