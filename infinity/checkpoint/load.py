@@ -81,11 +81,12 @@ class StateWriter:
     def fill(self, unit: Unit, kinds: Sequence[StateKind], readers: Mapping[int, Reader]) -> None:
         """Gives every kind the same values: those of each slot from its reader, by slot number.
 
-        The first kind is the most precise one; the others are it, rounded.
+        ``unit`` may be one rank's slice of a unit: what its readers are asked for is counted in whole parameters. The
+        first kind is the most precise one; the others are it, rounded.
         """
         slots = unit.layout.slots
-        complete = len(readers) == len(slots)
-        for start, stop in _windows(unit.layout.shard_numel):
+        complete = all(number in readers or not slot.numel for number, slot in enumerate(slots))
+        for start, stop in _windows(unit.layout.numel):
             inside = [number for number in readers if slots[number].offset < stop and start < slots[number].stop]
             if not inside:
                 continue
@@ -96,7 +97,7 @@ class StateWriter:
                         low, high = max(slots[number].offset, start), min(slots[number].stop, stop)
                         target = flat[low - start : high - start]
                         if first is None:
-                            readers[number](low - slots[number].offset, target)
+                            readers[number](slots[number].first + low - slots[number].offset, target)
                         else:
                             target.copy_(first[low - start : high - start])
                     first = flat if first is None else first

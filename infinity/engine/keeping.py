@@ -97,6 +97,7 @@ class Keeping:
             rng_states=load_rng_states,
         )
         self.__dict__.update(training.counters)
+        self.micro_steps = self.__dict__["global_steps"] * self.gradient_accumulation_steps  # which may be others now
         self._applied = False
         self._synchronise_scale()
         return result

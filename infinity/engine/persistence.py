@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.checkpoint.folder import Folder
 from infinity.checkpoint.load import (
+    Reader,
     StateWriter,
     compare,
     parameter_names,
@@ -25,7 +26,7 @@ from infinity.checkpoint.load import (
 )
 from infinity.checkpoint.manifest import SavedParameter
 from infinity.checkpoint.read import Checkpoint
-from infinity.checkpoint.save import Contents, save
+from infinity.checkpoint.save import Contents, save, together
 from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ScheduleError, StorageError
@@ -54,6 +55,7 @@ class Training:
     guard: NonFiniteGuard
     steps_of: dict[tuple[int, int], int]
     counters: dict[str, Any]
+    changed: bool = False
 
     @property
     def rule(self) -> TorchRule | None:
@@ -76,7 +78,7 @@ def save_checkpoint(
         contents = Contents(
             units=training.parts.partition.units,
             placement=training.parts.plan.placement,
-            stores=training.parts.stores,
+            stores=training.parts.homes.slice_stores,
             group=training.parts.group,
             steps=training.steps_of,
             buffers={name: buffer.detach() for name, buffer in persistent_buffers(training.module).items()},
@@ -101,11 +103,8 @@ def load_checkpoint(
     rng_states: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Puts a checkpoint onto the tiers; returns its directory with the client state."""
-    runtime = training.runtime
-    if isinstance(runtime.failure, HalfLoaded):
-        runtime.failure = None
-    with runtime.alone():
-        runtime.settle()
+
+    def load() -> tuple[str, dict[str, Any]]:
         with Checkpoint(Folder(directory).find(tag)) as checkpoint:
             state = checkpoint.state()
             own = checkpoint.rank_state(training.parts.group.rank)
@@ -113,7 +112,7 @@ def load_checkpoint(
             with_optimizer = optimizer_states and not module_only and training.optimizer is not None
             if with_optimizer:
                 _check_optimizer(training, checkpoint, state, matched, strict=strict)
-            with changing(training, checkpoint.path):
+            with changing(training):
                 _load_parameters(training, checkpoint, matched)
                 if with_optimizer:
                     _load_moments(training, checkpoint, matched)
@@ -129,6 +128,9 @@ def load_checkpoint(
         client: dict[str, Any] = state["client_state"]
         return checkpoint.path, client
 
+    with loading(training, strict=strict):
+        return together(training.parts.group, "the loading of a checkpoint", load)
+
 
 def value_kinds(training: Training, unit: Unit) -> list[StateKind]:
     """The kinds that hold a unit's values, the most precise one first."""
@@ -136,18 +138,34 @@ def value_kinds(training: Training, unit: Unit) -> list[StateKind]:
 
 
 @contextmanager
-def changing(training: Training, source: str) -> Iterator[None]:
-    """Inside, values on the tiers change: copies elsewhere are dropped; an error leaves an engine that says so."""
-    runtime = training.runtime
+def loading(training: Training, *, strict: bool) -> Iterator[None]:
+    """Settles, keeps others away; an error after values were changed leaves an engine that only says so."""
+    runtime, before = training.runtime, training.runtime.failure
+    with runtime.alone():
+        try:
+            if strict and isinstance(before, HalfLoaded):
+                runtime.failure = None  # a whole load mends it
+            runtime.settle()
+            yield
+        except BaseException as error:
+            if training.changed:
+                runtime.failure = HalfLoaded(
+                    f"a load ended when a part of the values had been changed, so they are mixed: {error}. Load a "
+                    "complete checkpoint"
+                )
+            else:
+                runtime.failure = runtime.failure or before
+            raise
+
+
+@contextmanager
+def changing(training: Training) -> Iterator[None]:
+    """Inside, values on the tiers change, so copies elsewhere are dropped at the end."""
+    training.changed = True
     try:
         yield
-    except BaseException as error:
-        runtime.failure = HalfLoaded(
-            f"{source} was loaded in part only, so the model's values are mixed: {error}. Load a complete checkpoint"
-        )
-        raise
     finally:
-        for bound in runtime.units:
+        for bound in training.runtime.units:
             bound.generation += 1
         training.parts.params.drop_all()
         training.parts.grads.reset()
@@ -287,25 +305,41 @@ def _check_optimizer(training: Training, checkpoint: Checkpoint, state: Any, mat
 
 
 def _load_parameters(training: Training, checkpoint: Checkpoint, matched: Matched) -> None:
-    placement = training.parts.plan.placement
-    writer = StateWriter(placement, training.parts.stores)
-    try:
+    with state_writer(training) as writer:
         for unit in training.parts.partition.units:
-            kinds = value_kinds(training, unit)
             readers = {
                 number: checkpoint.reader(parameter, checkpoint.value_kind(parameter))
                 for number, parameter in _of_unit(unit, matched)
             }
-            with training.runtime.watched():
-                writer.fill(unit, kinds, readers)
+            fill(training, writer, unit, value_kinds(training, unit), readers)
+
+
+@contextmanager
+def state_writer(training: Training) -> Iterator[StateWriter]:
+    """What fills this rank's states; its memory is given back at the end."""
+    writer = StateWriter(training.parts.plan.placement, training.parts.homes.stores)
+    try:
+        yield writer
     finally:
         writer.free()
 
 
+def fill(
+    training: Training, writer: StateWriter, unit: Unit, kinds: Sequence[StateKind], readers: Mapping[int, Reader]
+) -> None:
+    """Gives every kind that this rank keeps of ``unit``, whole or a slice, the same values."""
+    with training.runtime.watched():
+        kept = [training.parts.homes.unit(kind, unit.index) for kind in kinds]
+        if all(own is kept[0] for own in kept):
+            writer.fill(kept[0], kinds, readers)
+            return
+        for kind, own in zip(kinds, kept, strict=True):
+            writer.fill(own, [kind], readers)
+
+
 def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) -> None:
     placement = training.parts.plan.placement
-    writer = StateWriter(placement, training.parts.stores)
-    try:
+    with state_writer(training) as writer:
         for unit in training.parts.partition.units:
             for number, parameter in _of_unit(unit, matched):
                 training.steps_of[unit.index, number] = parameter.steps
@@ -315,10 +349,7 @@ def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) 
                         number: checkpoint.reader(parameter, kind) if kind in checkpoint.kinds(parameter) else zeros
                         for number, parameter in _of_unit(unit, matched)
                     }
-                    with training.runtime.watched():
-                        writer.fill(unit, [kind], readers)
-    finally:
-        writer.free()
+                    fill(training, writer, unit, [kind], readers)
 
 
 def _of_unit(unit: Unit, matched: Matched) -> list[tuple[int, SavedParameter]]:

@@ -22,12 +22,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.dropout(self.down(self.up(self.norm(x)).relu()))
@@ -36,11 +36,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tied embedding and head, dropout, a frozen layer, a buffer, a scalar."""
 
-    def __init__(self, width: int = 48, vocabulary: int = 96, layers: int = 3) -> None:
+    def __init__(self, width: int = 48, vocabulary: int = 96, layers: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
         self.head = nn.Linear(width, vocabulary, bias=False)
