@@ -22,7 +22,7 @@ PLACES = {
     "4 ranks, stage 1": (4, 1, "none", "none"),
     "4 ranks, stage 3, cpu, optimizer nvme": (4, 3, "cpu", "nvme"),
 }
-QUICK = ("1 rank, stage 3, nvme", "2 ranks, stage 1, optimizer nvme", "2 ranks, stage 3, nvme")
+QUICK = ("1 rank, stage 3, nvme", "2 ranks, stage 1, optimizer nvme")
 
 CODE = """
 import hashlib, json
