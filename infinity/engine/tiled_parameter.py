@@ -171,6 +171,7 @@ class LentTiles:
                 self._owner.params.release((piece.unit,))
 
     def deposit(self, number: int, gradient: Tensor) -> None:
+        """Adds to the tile's gradient, which is complete when the call that used the tile ends."""
         self._frame()
         if self._placeholder._hooks:
             self._deposit_hooked(number, gradient)
@@ -178,7 +179,6 @@ class LentTiles:
         piece, grads = self._placeholder._pieces[number], self._owner.grads
         grads.expect(piece.unit)
         grads.deposit(piece.unit, piece.slot, gradient)
-        grads.close(piece.unit)
 
     def attach(self, weight: Tensor | None) -> None:
         pass
@@ -209,7 +209,6 @@ class LentTiles:
             whole = whole if changed is None else changed
         for piece in self._placeholder._pieces:
             self._owner.grads.deposit(piece.unit, piece.slot, whole[piece.region])
-            self._owner.grads.close(piece.unit)
 
 
 def _anchor(weight: TiledParameter) -> Tensor:

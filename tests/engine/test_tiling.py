@@ -189,7 +189,7 @@ def test_updates_in_backward_give_the_same_bits(tmp_path: Path, recompute: bool)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_models_of_transformers_are_cut_by_themselves(tmp_path: Path, name: str, use_cache: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if name == "gpt2":  # Conv1D, which has its weight the other way round; a tied head
