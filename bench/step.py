@@ -52,6 +52,12 @@ def ours(placement: str, swap: str, name: str | None = None, **options: Any) -> 
     return Spec(name or f"ours/{placement}", "ours", {"placement": where, "swap": swap, "override": override} | options)
 
 
+def in_backward(placement: str, swap: str, name: str | None = None, **options: Any) -> Spec:
+    """Ours with each unit updated as soon as backward has its gradient; nothing is clipped in these tasks."""
+    override = {"update_in_backward": True}
+    return ours(placement, swap, name or f"ours/{placement} in backward", override=override, **options)
+
+
 def deepspeed(placement: str, swap: str) -> Spec:
     return Spec(f"deepspeed/{placement}", "deepspeed", {"placement": placement, "swap": swap})
 
@@ -239,11 +245,12 @@ class Bench:
             self.ratios[key], self.spreads[key] = ratio.median, str(ratio)
 
     def memory(self, dtype: str) -> None:
-        specs = [PLAIN, ours("none", self.swap), ours("host", self.swap)]
+        specs = [PLAIN, ours("none", self.swap), ours("host", self.swap), in_backward("host", self.swap)]
         group = self.compete("In memory", self.task(dtype), specs, self.rounds, 4)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
         self.note(f"none_over_plain{suffix}", group.ratio("ours/none", "plain"))
         self.note(f"host_over_plain{suffix}", group.ratio("ours/host", "plain"))
+        self.note(f"host_in_backward_over_plain{suffix}", group.ratio("ours/host in backward", "plain"))
         self.groups.append(group)
 
     def peers(self, dtype: str) -> None:
@@ -260,24 +267,29 @@ class Bench:
             self.groups.append(group)
 
     def nvme(self, dtype: str) -> None:
-        specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap), deepspeed("nvme", self.swap)]
+        mine, frugal = in_backward("nvme", self.swap), in_backward("all-nvme", self.swap)
+        specs = [PLAIN, ours("nvme", self.swap), mine, frugal, deepspeed("nvme", self.swap)]
         group = self.on_nvme("On NVMe", self.task(dtype), specs, self.rounds, 4)
         suffix = "" if dtype == "bf16" else f"_{dtype}"
-        self.note(f"nvme_over_floor{suffix}", add_floor(group, "ours/nvme"))
-        self.note(f"all_nvme_over_floor{suffix}", add_floor(group, "ours/all-nvme"))
-        self.note(f"nvme_over_plain{suffix}", group.ratio("ours/nvme", "plain"))
-        self.note(f"nvme_over_deepspeed{suffix}", group.ratio("ours/nvme", "deepspeed/nvme"))
+        self.note(f"nvme_over_floor{suffix}", add_floor(group, mine.name))
+        self.note(f"all_nvme_over_floor{suffix}", add_floor(group, frugal.name))
+        self.note(f"nvme_at_step_over_floor{suffix}", add_floor(group, "ours/nvme"))
+        self.note(f"nvme_over_plain{suffix}", group.ratio(mine.name, "plain"))
+        self.note(f"nvme_over_deepspeed{suffix}", group.ratio(mine.name, "deepspeed/nvme"))
+        self.note(f"nvme_at_step_over_deepspeed{suffix}", group.ratio("ours/nvme", "deepspeed/nvme"))
         self.groups.append(group)
 
     def long(self, dtype: str) -> None:
         if dtype != "bf16":
             return
-        specs = [PLAIN, ours("nvme", self.swap), ours("all-nvme", self.swap)]
+        frugal, roomy = in_backward("all-nvme", self.swap), in_backward("nvme", self.swap)
+        specs = [PLAIN, ours("all-nvme", self.swap), frugal, roomy]
         task = self.task(dtype, tokens=self.long_tokens)
         group = self.on_nvme("Long sequence on NVMe", task, specs, self.rounds, 3)
-        add_floor(group, "ours/all-nvme")
-        self.note("nvme_2048_over_plain", group.ratio("ours/all-nvme", "plain"))
-        self.note("nvme_2048_grads_in_host_over_plain", group.ratio("ours/nvme", "plain"))
+        add_floor(group, frugal.name)
+        self.note("nvme_2048_over_plain", group.ratio(frugal.name, "plain"))
+        self.note("nvme_2048_grads_in_host_over_plain", group.ratio(roomy.name, "plain"))
+        self.note("nvme_2048_at_step_over_plain", group.ratio("ours/all-nvme", "plain"))
         self.groups.append(group)
 
     def layers(self, dtype: str) -> None:
@@ -307,8 +319,9 @@ class Bench:
         specs = [
             PLAIN,
             ours("host", self.swap),
-            ours("all-nvme", self.swap, "ours/all-nvme"),
-            ours("all-nvme", self.swap, "ours/all-nvme recompute", recompute=True),
+            in_backward("host", self.swap),
+            in_backward("all-nvme", self.swap),
+            in_backward("all-nvme", self.swap, "ours/all-nvme in backward, recompute", recompute=True),
         ]
         depths = [self.shape.n_layers // 2, self.shape.n_layers, 2 * self.shape.n_layers]
         groups = []
@@ -326,17 +339,18 @@ class Bench:
         self.notes.append(memory_table(groups))
         middle = groups[1]
         if "plain" in middle.facts:
-            for name, key in (("ours/host", "host"), ("ours/all-nvme", "nvme"), (specs[3].name, "nvme_recompute")):
+            keys = ("host", "host_in_backward", "nvme", "nvme_recompute")
+            for name, key in zip((spec.name for spec in specs[1:]), keys, strict=True):
                 if name in middle.facts:
                     self.ratios[f"ram_{key}_over_plain"] = peak_of(middle, name) / peak_of(middle, "plain")
-        flat = specs[3].name
+        flat = specs[4].name
         if all(flat in group.facts for group in groups):
             self.ratios["ram_nvme_growth"] = peak_of(groups[2], flat) / peak_of(groups[0], flat)
 
     def large(self, dtype: str) -> None:
         if dtype != "bf16":
             return
-        specs = [ours("all-nvme", self.swap), ours("nvme", self.swap)]
+        specs = [ours("all-nvme", self.swap), in_backward("all-nvme", self.swap), in_backward("nvme", self.swap)]
         task = self.task(dtype, shape=SHAPES["1.3b"] if self.shape.d_model > 64 else self.shape)
         groups = [self.on_nvme("1.3 B on NVMe", task, [spec], 2, 2) for spec in specs]
         self.groups += groups

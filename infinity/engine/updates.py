@@ -73,10 +73,11 @@ class InBackward:
         self._parts, self._grads, self._units, self._steps = parts, grads, units, steps
         self._optimizer = weakref.ref(optimizer)  # which knows the engine, which must be free to go
         self._begun: dict[int, UnitUpdate] = {}
+        self._order: list[int] = []
         grads.consume = self._consume
 
     def begin(self, grad_scale: float) -> dict[int, Ticket]:
-        self._parts.updater.reorder(self._parts.params.forward_order())
+        self._order = []
         for index in self._grads.taken():
             update = self._begun.pop(index, None)
             if update is not None and update != self._update_of(index):
@@ -93,6 +94,9 @@ class InBackward:
             return None
         self._begun[index] = update
         ticket = self._parts.updater.start([update])[index]
+        # Soonest needed first, so that the next forward can begin while updates that it needs later are still to come.
+        self._order = self._order or self._parts.params.forward_order()
+        self._parts.updater.reorder(self._order)
         self._units[index].generation += 1
         self._parts.params.begin_update(index, ticket)
         return ticket

@@ -77,7 +77,7 @@ class Slab:
 
 
 class SlabPool:
-    """Equal slabs of one arena, lent in first-in first-out order.
+    """Equal slabs of one arena, lent in the order in which they come back, those that are ready first.
 
     ``poison`` overwrites a slab with NaN bytes when it comes back, so that a test sees any use after release.
     """
@@ -96,7 +96,7 @@ class SlabPool:
         with self._returned:
             if not self._free:
                 return None
-            slab = self._free.popleft()
+            slab = self._next()
         return self._ready(slab)
 
     def take(self) -> Slab:
@@ -104,7 +104,7 @@ class SlabPool:
         with self._returned:
             while not self._free:
                 self._returned.wait()
-            slab = self._free.popleft()
+            slab = self._next()
         return self._ready(slab)
 
     def put(self, slab: Slab, free_after: Ticket | None = None) -> None:
@@ -115,6 +115,13 @@ class SlabPool:
         with self._returned:
             self._free.append(slab)
             self._returned.notify()
+
+    def _next(self) -> Slab:
+        for slab in self._free:
+            if slab.free_after is None or slab.free_after.done():
+                self._free.remove(slab)
+                return slab
+        return self._free.popleft()
 
     def _ready(self, slab: Slab) -> Slab:
         if slab.free_after is not None:
