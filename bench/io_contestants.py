@@ -55,7 +55,7 @@ def ours(cell: Cell, files: TrialFiles, window: torch.Tensor) -> Iterator[dict[s
         runs: dict[str, Run] = {}
         for backend in BACKENDS:
             if probe(backend) is None:
-                engine = Setting(backend, cell.block_size, cell.queue_depth).open()
+                engine = Setting(backend, cell.block_size, cell.queue_depth).open([window])
                 open_engines.callback(engine.close)
                 runs[f"ours/{backend}"] = _bound(engine, cell.pattern, files, window)
         yield runs

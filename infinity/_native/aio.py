@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +58,10 @@ class _Transfer(ctypes.Structure):
     )
 
 
+class _Region(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_int64))
+
+
 class _Failure(ctypes.Structure):
     _fields_ = (("error", ctypes.c_int64), ("offset", ctypes.c_int64), ("length", ctypes.c_int64))
 
@@ -79,6 +84,7 @@ class _Library:
             raise OSError(errno.ENOSYS, library.why_missing("aio"))
         self.open = loaded.infinity_aio_open
         self.close = loaded.infinity_aio_close
+        self.register = loaded.infinity_aio_register
         self.submit = loaded.infinity_aio_submit
         self.done = loaded.infinity_aio_done
         self.finished = loaded.infinity_aio_finished
@@ -88,6 +94,7 @@ class _Library:
         handle, integer = ctypes.c_void_p, ctypes.c_int64
         self.open.argtypes = (ctypes.POINTER(_Options), ctypes.POINTER(handle))
         self.close.argtypes = (handle,)
+        self.register.argtypes = (handle, ctypes.POINTER(_Region), integer)
         self.submit.argtypes = (handle, ctypes.POINTER(_Transfer), ctypes.POINTER(handle))
         self.done.argtypes = (handle,)
         self.finished.argtypes = (handle,)
@@ -97,6 +104,7 @@ class _Library:
         answers = (
             self.open,
             self.close,
+            self.register,
             self.submit,
             self.done,
             self.finished,
@@ -174,6 +182,14 @@ class Engine:
         result = self._library.open(options, self._handle)
         if result < 0:
             raise OSError(-result, "infinity_aio_open")
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> bool:
+        """Pins memory, given as addresses with lengths, for as long as the engine is open; whether the kernel did."""
+        given = (_Region * len(regions))(*(_Region(*region) for region in regions))
+        result = self._library.register(self._handle, given, len(regions))
+        if result < 0:
+            raise OSError(-result, "infinity_aio_register")
+        return bool(result)
 
     def submit(
         self,

@@ -257,6 +257,7 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             threads=4 if aio.threads == "auto" else aio.threads,
             faults=injected.faults,
         )
+        parts.io.register([memory.bytes for memory in parts.memories])
     for kind in STREAMED_KINDS:
         if kind not in on_nvme:
             regions = {

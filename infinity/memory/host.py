@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -28,6 +29,9 @@ class HostMemory:
                 f"RAM: {mapped} bytes cannot be mapped: {error.strerror}. Raise the limit of this process (ulimit -v) "
                 "or lower infinity.device_memory and infinity.host_memory"
             ) from None
+        with contextlib.suppress(AttributeError, OSError):
+            # A child made by fork has no use for it, but would get a copy of every page that the kernel has pinned.
+            self._mapping.madvise(mmap.MADV_DONTFORK)
         try:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
             self.huge_pages = True

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -253,6 +253,9 @@ class BlockEngine:
 
     def __init__(self, queue: BlockQueue) -> None:
         self._queue = queue
+
+    def register(self, memory: Sequence[torch.Tensor]) -> None:
+        """Makes no difference here."""
 
     def read(self, file: SwapFile, offset: int, into: torch.Tensor) -> BlockTicket:
         """Fills ``into`` from ``offset`` on. It must not be touched until the ticket is done."""

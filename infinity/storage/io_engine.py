@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -49,6 +50,10 @@ class IoEngine(Protocol):
 
     @property
     def backend(self) -> str: ...
+
+    def register(self, memory: Sequence[torch.Tensor]) -> None:
+        """Says which memory requests are going to use, before the first of them; some engines then need less time."""
+        ...
 
     def read(self, file: SwapFile, offset: int, into: torch.Tensor) -> IoTicket:
         """Fills ``into`` (1-D uint8) from ``offset`` on; a file that ends first is an error."""

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,10 @@ class NativeIoEngine:
         self._abandoned: deque[Transfer] = deque()
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._close = weakref.finalize(self, _close, self._native, self._owner, self._abandoned, self._transfers)
+
+    def register(self, memory: Sequence[torch.Tensor]) -> None:
+        """Tells the kernel once which memory requests are going to use, so that it need not look up its pages again."""
+        self._native.register([(region.data_ptr(), region.nbytes) for region in memory if region.nbytes])
 
     def read(self, file: SwapFile, offset: int, into: torch.Tensor) -> NativeTicket:
         """Fills ``into`` from ``offset`` on. It must not be touched until the ticket is done."""

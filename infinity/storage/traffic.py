@@ -46,10 +46,13 @@ class Setting:
     queue_depth: int = 32
     threads: int = 4
 
-    def open(self) -> IoEngine:
-        return open_io_engine(
+    def open(self, memory: Sequence[torch.Tensor] = ()) -> IoEngine:
+        """An engine whose requests will use ``memory``."""
+        engine = open_io_engine(
             self.engine, queue_depth=self.queue_depth, block_size=self.block_size, threads=self.threads
         )
+        engine.register(memory)
+        return engine
 
     @property
     def window_bytes(self) -> int:

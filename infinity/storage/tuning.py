@@ -80,7 +80,7 @@ class Tuner:
                         break
                     begins(trial.setting)
                     if trial.setting not in engines:
-                        engines[trial.setting] = trial.setting.open()
+                        engines[trial.setting] = trial.setting.open([self._window])
                     self._run(engines[trial.setting], trial)
         finally:
             for engine in engines.values():

@@ -91,6 +91,17 @@ int64_t infinity_aio_close(infinity_aio_engine *engine) {
     return 0;
 }
 
+int64_t infinity_aio_register(infinity_aio_engine *engine, const infinity_aio_region *regions, int64_t count) {
+    return without_exceptions([&]() -> int64_t {
+        if (!engine || !within(count, 0, INT32_MAX) || (count && !regions))
+            return -EINVAL;
+        for (int64_t i = 0; i < count; ++i)
+            if (!regions[i].address || regions[i].length <= 0)
+                return -EINVAL;
+        return engine->register_memory(regions, static_cast<size_t>(count)) ? count : 0;
+    });
+}
+
 int64_t infinity_aio_submit(infinity_aio_engine *engine, const infinity_aio_transfer *transfer,
                             infinity_aio_request **request) {
     return without_exceptions([&]() -> int64_t {

@@ -51,6 +51,11 @@ struct infinity_aio_transfer {
     int64_t length;
 };
 
+struct infinity_aio_region {
+    void *address;
+    int64_t length;
+};
+
 struct infinity_aio_failure {
     int64_t error;  // errno; ENODATA: the file ended first
     int64_t offset; // of the block that failed, in the file
@@ -62,6 +67,12 @@ INFINITY_AIO_API int64_t infinity_aio_open(const infinity_aio_options *options, 
 
 // Waits for everything in flight, ends the threads, frees the engine. Requests outlive it until they are released.
 INFINITY_AIO_API int64_t infinity_aio_close(infinity_aio_engine *engine);
+
+// Tells the engine which memory requests are going to use, once, before the first of them. Where the kernel can, its
+// pages are pinned now instead of for every block; where it cannot, or may lock no more memory, nothing changes. Returns
+// how many of the regions are pinned. They must stay mapped until the engine is closed.
+INFINITY_AIO_API int64_t infinity_aio_register(infinity_aio_engine *engine, const infinity_aio_region *regions,
+                                               int64_t count);
 
 // Queues one transfer, from any thread. The buffer and the descriptors must stay as they are until the request is done.
 INFINITY_AIO_API int64_t infinity_aio_submit(infinity_aio_engine *engine, const infinity_aio_transfer *transfer,

@@ -15,6 +15,9 @@ struct infinity_aio_engine {
 public:
     infinity_aio_engine(std::unique_ptr<infinity::aio::Transport> transport, int64_t block_size);
     ~infinity_aio_engine(); // finishes all that was submitted
+    bool register_memory(const infinity_aio_region *regions, size_t count) {
+        return transport_->register_memory(regions, count);
+    }
     void submit(infinity_aio_request *request);
 
 private:

@@ -29,6 +29,10 @@ public:
 
     uint32_t capacity() const override { return inner_->capacity(); }
 
+    bool register_memory(const infinity_aio_region *regions, size_t count) override {
+        return inner_->register_memory(regions, count);
+    }
+
     void start(uint32_t slot, const Transfer &transfer) override {
         Transfer cut = transfer;
         const int64_t pages = (cut.length - 1) / page_size(); // whole pages that leave something to do

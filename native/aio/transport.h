@@ -33,6 +33,9 @@ public:
     // How many transfers it is worth having started at once.
     virtual uint32_t capacity() const = 0;
 
+    // Pins memory for good, before the first transfer; whether it could.
+    virtual bool register_memory(const infinity_aio_region *, size_t) { return false; }
+
     // Queues a transfer. Nothing need happen before `reap`, which hands over all that was queued at once.
     virtual void start(uint32_t slot, const Transfer &transfer) = 0;
 

@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "descriptor.h"
@@ -18,6 +19,11 @@ namespace infinity::aio {
 namespace {
 
 constexpr uint64_t WAKE_TAG = ~uint64_t{0};
+constexpr int64_t MAX_BUFFER = int64_t{1} << 30;
+
+// With this many blocks in the kernel the disk is busy, so nobody minds if a few completions are collected at a time:
+// each time costs a change of threads.
+constexpr uint32_t BUSY = 8, BATCH = 3;
 
 int uring_setup(uint32_t entries, io_uring_params *params) {
     return static_cast<int>(::syscall(__NR_io_uring_setup, entries, params));
@@ -25,6 +31,11 @@ int uring_setup(uint32_t entries, io_uring_params *params) {
 
 int uring_enter(int fd, uint32_t to_submit, uint32_t min_complete, uint32_t flags) {
     return static_cast<int>(::syscall(__NR_io_uring_enter, fd, to_submit, min_complete, flags, nullptr, 0));
+}
+
+int uring_register_buffers(int fd, const std::vector<iovec> &buffers) {
+    return static_cast<int>(
+        ::syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()));
 }
 
 class Mapping {
@@ -90,9 +101,28 @@ public:
 
     uint32_t capacity() const override { return depth_; }
 
+    // The kernel takes at most 1 GiB as one buffer, and a block must lie in one.
+    bool register_memory(const infinity_aio_region *regions, size_t count) override {
+        std::vector<iovec> pieces;
+        for (size_t i = 0; i < count; ++i)
+            for (int64_t at = 0; at < regions[i].length; at += MAX_BUFFER)
+                pieces.push_back({static_cast<char *>(regions[i].address) + at,
+                                  static_cast<size_t>(std::min(MAX_BUFFER, regions[i].length - at))});
+        if (pieces.size() > UINT16_MAX || uring_register_buffers(ring_.get(), pieces) < 0)
+            return false;
+        buffers_ = std::move(pieces);
+        return true;
+    }
+
     void start(uint32_t slot, const Transfer &t) override {
         io_uring_sqe *sqe = next_entry();
-        sqe->opcode = t.write ? IORING_OP_WRITE : IORING_OP_READ;
+        const size_t buffer = buffer_of(t);
+        if (buffer < buffers_.size()) {
+            sqe->opcode = t.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+            sqe->buf_index = static_cast<uint16_t>(buffer);
+        } else {
+            sqe->opcode = t.write ? IORING_OP_WRITE : IORING_OP_READ;
+        }
         sqe->fd = t.fd;
         sqe->off = static_cast<uint64_t>(t.offset);
         sqe->addr = reinterpret_cast<uint64_t>(t.address);
@@ -106,7 +136,8 @@ public:
         woken_ = false;
         size_t count = collect(out, room);
         while (queued_ || (block && count == 0 && !woken_)) {
-            const uint32_t wanted = block && count == 0 && !woken_ ? 1 : 0;
+            const bool wait = block && count == 0 && !woken_;
+            const uint32_t wanted = !wait ? 0 : in_kernel_ + queued_ > BUSY ? BATCH : 1;
             const int taken = uring_enter(ring_.get(), queued_, wanted, wanted ? IORING_ENTER_GETEVENTS : 0);
             if (taken >= 0) {
                 queued_ -= static_cast<uint32_t>(taken);
@@ -132,6 +163,17 @@ public:
     }
 
 private:
+    // The registered buffer that holds all of a block, or none: their number.
+    size_t buffer_of(const Transfer &t) const {
+        size_t i = 0;
+        for (; i < buffers_.size(); ++i) {
+            const char *const start = static_cast<const char *>(buffers_[i].iov_base);
+            if (t.address >= start && t.address + t.length <= start + buffers_[i].iov_len)
+                break;
+        }
+        return i;
+    }
+
     io_uring_sqe *next_entry() {
         const uint32_t tail = sq_tail_->load(std::memory_order_relaxed);
         io_uring_sqe *sqe = &sqes_[tail & sq_mask_];
@@ -192,6 +234,7 @@ private:
     uint32_t sq_mask_ = 0, cq_mask_ = 0;
     io_uring_cqe *cqes_ = nullptr;
     io_uring_sqe *sqes_ = nullptr;
+    std::vector<iovec> buffers_; // registered, by their index
     uint32_t queued_ = 0;    // entries that the kernel has not taken yet
     uint32_t in_kernel_ = 0; // taken, not completed
     uint64_t wake_value_ = 0;

@@ -225,6 +225,27 @@ void many_threads(int64_t backend) {
         thread.join();
 }
 
+// Blocks in registered memory, across the border of two regions, outside of any: the same bytes.
+void registered_memory(int64_t backend) {
+    Directory directory;
+    File file(directory);
+    Memory source(16 * BLOCK), into(16 * BLOCK);
+    source.fill(11);
+    Engine engine(backend);
+    const infinity_aio_region regions[] = {{source.data, 5 * BLOCK + PAGE},
+                                           {source.data + 5 * BLOCK + PAGE, 4 * BLOCK},
+                                           {into.data, 8 * BLOCK}};
+    const int64_t registered = infinity_aio_register(engine.handle, regions, 3);
+    CHECK(registered == 0 || registered == 3);
+    CHECK_EQUAL(finish(engine.write(file, 0, source.data, source.size)), 0);
+    CHECK_EQUAL(finish(engine.read(file, 0, into.data, into.size)), 0);
+    CHECK_EQUAL(std::memcmp(source.data, into.data, static_cast<size_t>(source.size)), 0);
+    const infinity_aio_region nowhere{nullptr, 1}, empty{source.data, 0};
+    CHECK_EQUAL(infinity_aio_register(engine.handle, &nowhere, 1), -EINVAL);
+    CHECK_EQUAL(infinity_aio_register(engine.handle, &empty, 1), -EINVAL);
+    CHECK_EQUAL(infinity_aio_register(engine.handle, nullptr, 1), -EINVAL);
+}
+
 void many_waiters(int64_t backend) {
     Directory directory;
     File file(directory);
@@ -748,6 +769,7 @@ const Test TESTS[] = {
     {"odd_neighbours", odd_neighbours},
     {"many_files_and_directions", many_files_and_directions},
     {"many_threads", many_threads},
+    {"registered_memory", registered_memory},
     {"many_waiters", many_waiters},
     {"forgotten", forgotten},
     {"outlives_engine", outlives_engine},
