@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,12 +54,12 @@ class Group:
     def serve(
         self,
         shard: Callable[[int], torch.Tensor] | None,
-        sink: Callable[[int, bytes, torch.Tensor], None],
+        sink: Callable[[int, int, bytes, torch.Tensor], None],
         staging: torch.Tensor,
-        slice_bytes: Mapping[int, int],
     ) -> None:
-        """What the lane works with: ``sink`` takes one rank's gradients of this rank's slice; ``shard`` reads a unit's
-        own slice, where units are gathered so late that a rank may have to help out others."""
+        """What the lane works with: ``sink`` takes (unit, rank, flags, values) of one rank's gradients of this rank's
+        slice, of which ``staging`` holds those of all other ranks of any unit; ``shard`` reads a unit's own slice,
+        where units are gathered so late that a rank may have to help out others."""
 
     def trace(self) -> bytes:
         """Says in which order this rank asked for units since the last call; ranks that did the same say the same."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 import sys
 import threading
 import time
@@ -27,6 +28,9 @@ from infinity.errors import RankError, ScheduleError
 from infinity.obs.ledger import Ledger
 
 log = logging.getLogger("infinity")
+
+_LAYERS = struct.Struct("<BQ")
+"""What goes before the flags of gradients: how many layers there are, the bytes of a slice."""
 
 CAPACITY = 256
 """Bytes of words or flags that travel with a request; what is longer takes an exchange of its own."""
@@ -48,9 +52,8 @@ class CommLane:
         self._lock = threading.Lock()
         self._position = Position()
         self._shard: Callable[[int], torch.Tensor] | None = None
-        self._sink: Callable[[int, bytes, torch.Tensor], None]
+        self._sink: Callable[[int, int, bytes, torch.Tensor], None]
         self._staging: torch.Tensor
-        self._slice_bytes: Mapping[int, int] = {}
         self._lane = Lane("comm", delay)
         self._board = Board(transport.store, transport.rank, transport.world_size)
         self._watchdog = Watchdog(self._board, self._rank, timeout_seconds, lambda: self._position, self._end)
@@ -60,12 +63,11 @@ class CommLane:
     def serve(
         self,
         shard: Callable[[int], torch.Tensor] | None,
-        sink: Callable[[int, bytes, torch.Tensor], None],
+        sink: Callable[[int, int, bytes, torch.Tensor], None],
         staging: torch.Tensor,
-        slice_bytes: Mapping[int, int],
     ) -> None:
-        """See ``Group.serve``; ``staging`` holds the slices of all other ranks of the largest unit."""
-        self._shard, self._sink, self._staging, self._slice_bytes = shard, sink, staging, slice_bytes
+        """See ``Group.serve``."""
+        self._shard, self._sink, self._staging = shard, sink, staging
 
     # What is asked for ------------------------------------------------------------------------------------------
 
@@ -83,7 +85,8 @@ class CommLane:
     def reduce(self, unit: int, unit_name: str, flags: Sequence[bytes], flats: Sequence[torch.Tensor]) -> Ticket:
         """See ``Group.reduce``."""
         self._trace.update(f"-{unit}".encode())
-        payload = bytes([len(flags)]) + b"".join(flags)
+        size = flats[0].numel() // (len(self._peers) + 1)
+        payload = _LAYERS.pack(len(flags), size) + b"".join(flags)
         request = Request(Kind.REDUCE, unit, True, self.step, short(unit_name), payload)
         return self._submit(lambda: self._exchange_slices(unit, self._agree(request), request.key, flats))
 
@@ -282,19 +285,19 @@ class CommLane:
     ) -> None:
         """Those who have gradients of a unit send each rank its slice, which adds them up in the order of the ranks."""
         giving = {rank: _layers(request.payload) for rank, request in enumerate(requests) if request.key == key}
+        size = next(_LAYERS.unpack_from(requests[rank].payload)[1] for rank in giving)
         slices = [flat.chunk(len(requests)) for flat in flats]
         rounds = [giving]
         if any(len(layers) > 1 for layers in giving.values()):  # there is room for one layer of each rank
             rounds = [{rank: [flags]} for rank, layers in giving.items() for flags in layers]
         sent = 0
         for each in rounds:
-            size = self._slice_bytes[unit]
             others = [rank for rank in each if rank != self._rank]
             staged = {peer: self._staging[place * size : (place + 1) * size] for place, peer in enumerate(others)}
             mine = slices[sent] if self._rank in each else ()
             self._swap("reduce", {peer: mine[peer] for peer in self._peers} if mine else {}, staged)
             for rank, layers in each.items():
-                self._sink(unit, layers[0], mine[rank] if rank == self._rank else staged[rank])
+                self._sink(unit, rank, layers[0], mine[rank] if rank == self._rank else staged[rank])
             sent += bool(mine)
 
     def _swap(self, link: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
@@ -307,7 +310,7 @@ class CommLane:
 
 def _layers(payload: bytes) -> list[bytes]:
     """The flags of each layer of gradients that a rank gives."""
-    count, flags = payload[0], payload[1:]
+    count, flags = _LAYERS.unpack_from(payload)[0], payload[_LAYERS.size :]
     each = len(flags) // count
     return [flags[place * each : (place + 1) * each] for place in range(count)]
 

@@ -18,7 +18,7 @@ from infinity.config import Config
 from infinity.device.cpu import CpuDevice
 from infinity.device.lane import CallersLane, Lane
 from infinity.engine.homes import Homes
-from infinity.engine.ranks import check_alike, on_own_cores, ranked_updater, share_of_threads, shared_units
+from infinity.engine.ranks import check_alike, on_own_cores, ranked_updater, share_of_threads, shared_units, whole_sums
 from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
 from infinity.memory.host import HostMemory
@@ -382,11 +382,20 @@ def _wire(parts: Parts, injected: Injected) -> None:
     if group.world_size > 1:
         pools = _pools(parts, Tier.DEVICE, plan.collection_slabs, "gradients to send", injected)
         sizes = _slab_bytes(trained, [unit.layout.nbytes() for unit in trained]) if pools else {}
-        parts.grads = GradExchange(units, parts.grads, homes.slices, group, pools, sizes, shared_units(parts.partition))
+        parts.grads = GradExchange(
+            units,
+            parts.grads,
+            homes.slices,
+            group,
+            pools,
+            sizes,
+            shared_units(parts.partition),
+            whole_sums(homes),
+            parts.kernels,
+        )
         received = parts.arenas[Tier.DEVICE].resident(plan.received_bytes, "gradients received")
-        slice_bytes = {unit.index: unit.layout.shard_nbytes() for unit in units}
         shard = parts.params.slice_of if isinstance(parts.params, GatheredParams) else None
-        group.serve(shard, parts.grads.receive, received, slice_bytes)
+        group.serve(shard, parts.grads.receive, received)
     rule = AdamRule(parts.kernels)
     rest = (plan.placement, parts.stores, rule, plan.subgroup_numel, plan.read_ahead, update, parts.ledger)
     parts.updater = Updater(*rest) if group.world_size == 1 else ranked_updater(homes, *rest)

@@ -19,7 +19,7 @@ from infinity.optim.ranked import PublishingUpdater, ReplicatedUpdater, SlicedUp
 from infinity.optim.updater import Updater
 from infinity.plan import Plan
 from infinity.shard.partition import Partition
-from infinity.tier import StateKind
+from infinity.tier import StateKind, Tier
 
 
 def share_of_threads(group: Group) -> int:
@@ -93,6 +93,13 @@ def ranked_updater(homes: Homes, *rest: Any) -> Updater:
     if StateKind.PARAM in homes.placement.whole:
         return PublishingUpdater(homes.group, _whole(homes, StateKind.PARAM), *rest)
     return SlicedUpdater(*rest)
+
+
+def whole_sums(homes: Homes) -> dict[int, torch.Tensor]:
+    """The fp32 accumulators of whole units, where this rank has them in memory."""
+    if StateKind.GRAD not in homes.placement.whole or homes.placement[StateKind.GRAD] is Tier.NVME:
+        return {}
+    return {index: region.view(torch.float32) for index, region in _whole(homes, StateKind.GRAD).items()}
 
 
 def _whole(homes: Homes, kind: StateKind) -> dict[int, torch.Tensor]:

@@ -187,7 +187,8 @@ def _plan(
             nbytes: min(COLLECTION_SLABS, len(units)) + sum(max(0, users[unit.index] - 1) for unit in units)
             for nbytes, units in classes.items()
         }
-        received = max(unit.layout.nbytes() - unit.layout.shard_nbytes() for unit in trained)
+        sums = torch.float32 if StateKind.GRAD in placement.whole else None  # which no_sync leaves to be sent
+        received = max(unit.layout.nbytes(sums) - unit.layout.shard_nbytes(sums) for unit in trained)
         lines += [PlanLine(Tier.DEVICE, "gradients to send", count, each) for each, count in collection_slabs.items()]
         lines.append(PlanLine(Tier.DEVICE, "gradients received", 1, received))
     update_read, update_written = _update_traffic(placement, trained)

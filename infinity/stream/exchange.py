@@ -6,17 +6,18 @@ import logging
 import math
 import struct
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from infinity._native.cpu_adam import Kernels
 from infinity.comm import Group
 from infinity.device.lane import Ticket
 from infinity.memory.arena import Slab, SlabPool
-from infinity.shard.ownership import shard_of
+from infinity.shard.ownership import shard_of, shard_range
 from infinity.shard.partition import Unit
 from infinity.stream.grads import GradientSum, GradStream
 
@@ -24,6 +25,8 @@ log = logging.getLogger("infinity")
 
 _HEAD = struct.Struct("<8sii")
 _NOBODY = 1 << 30
+_SUMMED = 2
+"""The flag of a slot whose gradient is the sum of several, in fp32."""
 
 
 @dataclass
@@ -43,6 +46,9 @@ class GradExchange:
     one process that takes the ranks' micro-batches in turn. So it is for units that a backward comes to several times
     (``shared``, as by tied weights): their gradients stay apart, in layers, until the backward is over. A parameter
     counts as used if any rank has used it.
+
+    ``sums`` are the units' whole fp32 accumulators where every rank has them (stages 0, 1): in ``unsynced`` a rank adds
+    up in them by itself what belongs to others, and sends it with the next gradients that are exchanged.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class GradExchange:
         pools: dict[int, SlabPool],
         slab_bytes: dict[int, int],
         shared: Collection[int],
+        sums: Mapping[int, torch.Tensor],
+        kernels: Kernels,
     ) -> None:
         self._units = units
         self._own = own
@@ -62,6 +70,11 @@ class GradExchange:
         self._pools = pools
         self._slab_bytes = slab_bytes
         self._shared = shared
+        self._sums = sums
+        self._kernels = kernels
+        self._summed: dict[int, bytearray] = {}
+        self._sums_sent: dict[int, Ticket] = {}
+        self._syncs = True
         self._layers: dict[int, list[Layer]] = {}
         self._keeps_open = False
         self._sent: list[Ticket] = []
@@ -76,6 +89,8 @@ class GradExchange:
 
     def deposit(self, index: int, slot: int, gradient: torch.Tensor) -> None:
         """Puts one parameter's gradient, in any floating dtype, beside the others of its unit."""
+        if not self._syncs and index in self._sums:
+            return self._add_up(index, slot, gradient)
         layers = self._layers.get(index, [])
         layer = next((layer for layer in layers if not layer.flags[slot]), None) or self._begin(index)
         where = self._units[index].layout.slots[slot]
@@ -103,15 +118,27 @@ class GradExchange:
         Those of units that it comes to several times go when it is over as a whole.
         """
         for index in indices:
-            if index in self._layers and (self._keeps_open or index not in self._shared):
+            if self._syncs and (self._keeps_open or index not in self._shared):
                 self._send(index)
-        if call.outermost:
+        if call.outermost and self._syncs:
             self._send_all()
 
-    def receive(self, index: int, flags: bytes, chunk: torch.Tensor) -> None:
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Inside, gradients are not exchanged but summed by each rank alone, where there is room for it."""
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def receive(self, index: int, rank: int, flags: bytes, chunk: torch.Tensor) -> None:
         """Adds one rank's gradients of this rank's slice; called on the comm lane, rank after rank."""
         unit = self._own_units[index]
-        values = chunk.view(unit.layout.dtype)
+        is_sum = _SUMMED in flags
+        if is_sum and rank == self._group.rank:
+            return  # added up where it lies
+        values = chunk.view(torch.float32 if is_sum else unit.layout.dtype)
         with self._guard:
             for number, slot in enumerate(unit.layout.slots):
                 if not flags[number]:
@@ -126,8 +153,9 @@ class GradExchange:
         """One flag per slot: whether any rank has a gradient of it in this step."""
         self._drain()
         flags = self._own.deposited(index)
-        for layer in self._layers.get(index, []):
-            flags = bytes(a | b for a, b in zip(flags, layer.flags, strict=True))
+        held = [layer.flags for layer in self._layers.get(index, [])]
+        for more in [*held, self._summed.get(index, b"")]:
+            flags = bytes(a or b for a, b in zip(flags, more, strict=True)) if more else flags
         return flags
 
     def total(self) -> GradientSum:
@@ -159,8 +187,7 @@ class GradExchange:
 
     def read(self, index: int, slot: int) -> torch.Tensor | None:
         """A copy of one parameter's gradient as summed over the ranks, fp32 in its shape, or None; a collective."""
-        if index in self._layers:
-            self._send(index)
+        self._send(index)
         self._drain()
         where = self._units[index].layout.slots[slot]
         self._group.barrier(f"reading the gradient of {where.name}")
@@ -175,6 +202,8 @@ class GradExchange:
         """Forgets one parameter's gradient."""
         for layer in self._layers.get(index, []):
             layer.flags[slot] = 0
+        if index in self._summed:
+            self._summed[index][slot] = 0
         self._drain()
         self._own.discard(index, slot)
 
@@ -183,6 +212,7 @@ class GradExchange:
         for index in tuple(self._layers):
             for layer in self._layers.pop(index):
                 self._pools[self._slab_bytes[index]].put(layer.slab)
+        self._summed.clear()
         self._drain()
         with self._guard:
             self._own.reset()
@@ -209,7 +239,36 @@ class GradExchange:
         self._layers.setdefault(index, []).append(layer)
         return layer
 
+    def _add_up(self, index: int, slot: int, gradient: torch.Tensor) -> None:
+        """Adds a gradient to this rank's own slice, to the sums that it keeps for the others."""
+        layout = self._units[index].layout
+        where, (start, stop) = layout.slots[slot], shard_range(layout, self._group.rank)
+        if index in self._sums_sent:
+            self._sums_sent.pop(index).wait()
+        summed = self._summed.setdefault(index, bytearray(len(layout.slots)))
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().contiguous().view(-1)
+        for low, high in ((where.offset, min(where.stop, start)), (max(where.offset, stop), where.stop)):
+            if low < high:
+                part = flat[low - where.offset : high - where.offset]
+                self._kernels.accumulate(self._sums[index][low:high], part, first=not summed[slot])
+        summed[slot] = _SUMMED
+        own = self._own_units[index].layout.slots[slot]
+        with self._guard:
+            if own.numel:
+                self._own.deposit(index, slot, flat[own.first : own.first + own.numel])
+            else:
+                self._own.note(index, slot)
+
     def _send(self, index: int) -> None:
+        """Sends what there is of a unit."""
+        summed = self._summed.pop(index, None)
+        if summed is not None:
+            flat = self._sums[index].view(torch.uint8)
+            sent = self._group.reduce(index, self._units[index].name, [bytes(summed)], [flat])
+            self._sums_sent[index] = sent
+            self._sent.append(sent)
+        if index not in self._layers:
+            return
         layers = self._layers.pop(index)
         flags = [bytes(layer.flags) for layer in layers]
         flats = [layer.flat.view(torch.uint8) for layer in layers]
@@ -220,7 +279,7 @@ class GradExchange:
         self._sent.append(sent)
 
     def _send_all(self) -> None:
-        for index in sorted(self._layers, reverse=True):
+        for index in sorted({*self._layers, *self._summed}, reverse=True):
             self._send(index)
 
     def _drain(self) -> None:

@@ -108,6 +108,11 @@ class GradStream:
         finally:
             self._keeps_open = False
 
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Inside, ranks need not exchange what is deposited."""
+        yield
+
     def close(self, index: int) -> None:
         """Says that this unit's backward is over for now."""
         if index in self._held and not self._keeps_open:

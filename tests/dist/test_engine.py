@@ -56,7 +56,8 @@ def code(body: str, swap: Path) -> str:
 
 
 USES = """
-for stage, place in ((0, "none"), (2, "cpu"), (3, "nvme")):
+seen = []
+for stage, place in ((0, "none"), (1, "cpu"), (2, "cpu"), (3, "nvme")):
     engine = start(stage, place)
     model = engine.module
     assert torch.equal(model.seen, torch.zeros(3))
@@ -78,10 +79,16 @@ for stage, place in ((0, "none"), (2, "cpu"), (3, "nvme")):
         if RANK == 1:
             engine(batch(9))
     model.train()
+    ledger = engine._parts.ledger
+    sent = ledger.bytes["reduce_sent"]
     with engine.no_sync():
         engine.backward(engine(batch(RANK)))
+    engine.settle()
+    assert (ledger.bytes["reduce_sent"] == sent) == (stage < 2)
+    engine.backward(engine(batch(7 + RANK)))
     grads = {name: infinity.get_full_grad(p) for name, p in model.named_parameters()}
     same_everywhere(engine, grads["head.weight"])
+    seen.append(grads)
     engine.step()
     done = 0
     for x, weight_of_loss in engine.padded([batch(10 + RANK + 2 * n) for n in range(2 + RANK)]):
@@ -103,6 +110,9 @@ for stage, place in ((0, "none"), (2, "cpu"), (3, "nvme")):
     engine.destroy(restore_parameters=True)
     same = [p.detach().float() for p in model.parameters()]
     assert all(torch.isfinite(p).all() for p in same)
+for name, gradient in seen[0].items():
+    for other in seen[1:]:
+        torch.testing.assert_close(other[name], gradient, rtol=1e-6, atol=1e-7)
 assert not os.path.exists(SWAP) or not [f for _, _, files in os.walk(SWAP) for f in files if "rank" + str(RANK) in f]
 
 class Data(torch.utils.data.Dataset):
@@ -137,7 +147,7 @@ FAULTS = {
     "killed": "if RANK == 1 and step == 1: os.kill(os.getpid(), 9)",
     "an exception in forward": "if RANK == 1 and step == 1: engine.module.layers[2].register_forward_hook(lambda *a: 1 / 0)",
     "a collective on one rank": "if RANK == 1 and step == 1: engine.averaged(1.0)",
-    "fewer steps": "if RANK == 1 and step == 2: engine.destroy(); threading.Event().wait(5); sys.exit(1)",
+    "fewer steps": "if RANK == 1 and step == 2: engine.destroy(); threading.Event().wait(1.5); sys.exit(1)",
 }
 
 
