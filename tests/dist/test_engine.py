@@ -118,13 +118,28 @@ assert not os.path.exists(SWAP) or not [f for _, _, files in os.walk(SWAP) for f
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 4 * RANKS + 3
     def __getitem__(self, index): return torch.tensor([index])
-torch.manual_seed(3 + RANK)
 engine, _, loader, _ = initialize(Net(), configure(2), training_data=Data())
+torch.manual_seed(3 + RANK)
 mine = [int(v) for rows in loader for v in rows]
 import json
 words = [json.loads(w) for w in engine._parts.group.talk("samples", json.dumps(mine).encode())]
 everything = [value for part in words for value in part]
 assert len(mine) == 4 and len(set(everything)) == 4 * RANKS
+torch.manual_seed(3)
+alone = [int(v) for rows in torch.utils.data.DataLoader(Data(), batch_size=2, shuffle=True) for v in rows]
+for number, index in enumerate(alone[:4 * RANKS]):
+    turn, place = divmod(number, 2 * RANKS)
+    assert words[place // 2][2 * turn + place % 2] == index
+engine.destroy()
+
+config = configure(3, "nvme")
+with infinity.Init(config) as under_construction:
+    model = Net()
+assert (type(under_construction._values).__name__ == "ForgottenValues") == (RANK > 0)
+engine = initialize(model, config)[0]
+for value in engine.state_dict().values():
+    same_everywhere(engine, value)
+assert engine.state_dict()["head.weight"].abs().sum() > 0
 engine.destroy()
 """
 
