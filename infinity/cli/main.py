@@ -7,19 +7,17 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 import infinity
 from infinity.cli import ckpt, nvme
 from infinity.cli import doctor as examination
+from infinity.cli import plan as planning
 from infinity.cli.failures import reported
 from infinity.cli.findings import as_json, collect, exit_code, show
-from infinity.cli.train import decoder_config
 from infinity.cli.train import train as run_training
 from infinity.config import Config
-from infinity.nn.decoder import Decoder
 
 app = typer.Typer(
     name="infinity",
@@ -31,6 +29,7 @@ app = typer.Typer(
 
 app.add_typer(nvme.app, name="nvme")
 app.add_typer(ckpt.app, name="ckpt")
+app.command("plan")(planning.plan)
 app.command("export")(ckpt.export_command)
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -82,16 +81,6 @@ def train(
             typer.echo(json_format.dumps(summary.as_json()))
         else:
             summary.show(Console(emoji=False))
-
-
-@app.command()
-def plan(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Show what CONFIG would allocate, tier by tier; allocate nothing."""
-    with reported(debug=debug):
-        settings = _config(config, overrides)
-        with torch.device("meta"):
-            model = Decoder(decoder_config(settings))
-        typer.echo(infinity.plan(model, settings).render())
 
 
 @app.command()

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from infinity.cli.measure import LinkUse, StepRecord, TierUse
-from infinity.config.size import format_bytes
+from infinity.config.size import format_bytes, is_decimal
 
 LINKS = {
     "nvme_read": "nvme read",
@@ -204,6 +204,8 @@ def _links(links: dict[str, LinkUse]) -> str:
 
 def _tiers(tiers: dict[str, TierUse]) -> str:
     def one(name: str, use: TierUse) -> str:
-        return f"{name} {format_bytes(use.peak)}" + ("" if use.budget is None else f" of {format_bytes(use.budget)}")
+        decimal = use.budget is not None and is_decimal(use.budget)
+        shown = f"{name} {format_bytes(use.peak, decimal)}"
+        return shown if use.budget is None else f"{shown} of {format_bytes(use.budget, decimal)}"
 
     return ", ".join(one(name, use) for name, use in tiers.items() if use.peak or use.planned)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.cli.measure import TierUse
-from infinity.config.size import format_bytes
+from infinity.config.size import format_bytes, is_decimal
 
 TOLERANCE = 0.1
 """How far the process may exceed floor + budgets before the table calls it too much."""
@@ -66,8 +66,9 @@ class Summary:
         for name in ("budget", "plan", "measured peak"):
             tiers.add_column(name, justify="right")
         for name, use in self.tiers.items():
-            budget = "no limit" if use.budget is None else format_bytes(use.budget)
-            tiers.add_row(name, budget, format_bytes(use.planned), format_bytes(use.peak))
+            decimal = use.budget is not None and is_decimal(use.budget)
+            budget = "no limit" if use.budget is None else format_bytes(use.budget, decimal)
+            tiers.add_row(name, budget, format_bytes(use.planned, decimal), format_bytes(use.peak, decimal))
         rest = Table.grid(padding=(0, 3, 0, 0))
         rest.add_column(style="dim", no_wrap=True)
         rest.add_column(overflow="fold")

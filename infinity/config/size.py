@@ -35,14 +35,23 @@ def parse_bytes(amount: object) -> int:
     raise ConfigError(f"{amount!r:.80} is not a size; expected {EXPECTED}.")
 
 
-def format_bytes(amount: int) -> str:
-    """``"8.00 GiB"``: two decimals in the largest binary unit that leaves at least one; bytes stay whole."""
+def is_decimal(amount: int) -> bool:
+    """Whether a budget was written in decimal units, as "96MB" or 96000000 are, rather than in binary ones."""
+    return amount >= 1000 and amount % 1000 == 0 and amount % (1 << 20) != 0
+
+
+def format_bytes(amount: int, decimal: bool = False) -> str:
+    """``"8.00 GiB"``: two decimals in the largest unit that leaves at least one; bytes stay whole.
+
+    Units are binary, or ``decimal`` ones (``"8.59 GB"``).
+    """
+    base, names = (1000, ("kB", "MB", "GB", "TB", "PB")) if decimal else (1024, ("KiB", "MiB", "GiB", "TiB", "PiB"))
     sign, size = ("-" if amount < 0 else ""), abs(amount)
-    if size < 1024:
+    if size < base:
         return f"{sign}{size} B"
     value, name = float(size), "B"
-    for name in ("KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007  the last name is used after the loop
-        value /= 1024
-        if round(value, 2) < 1024:
+    for name in names:  # noqa: B007  the last name is used after the loop
+        value /= base
+        if round(value, 2) < base:
             break
     return f"{sign}{value:.2f} {name}"

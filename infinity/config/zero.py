@@ -28,9 +28,12 @@ class OffloadConfig(Block):
     ratio: Fraction01 = 1.0
     """Share of the elements that is offloaded."""
 
-    # Buffers are counted and sized by the plan; reads and writes always overlap with compute.
-    buffer_count: Annotated[AutoCount, NoEffect] = "auto"
-    buffer_size: Annotated[AutoCount, NoEffect] = "auto"
+    buffer_count: AutoCount = "auto"
+    """On NVMe: device slabs per unit size (parameters), buffers for one state of one sub-group each (optimizer)."""
+    buffer_size: AutoCount = "auto"
+    """On NVMe, elements: at least the largest unit's (parameters), at most so many per sub-group (optimizer)."""
+
+    # Reads and writes always overlap with compute.
     max_in_cpu: Annotated[AutoNatural, NoEffect] = "auto"
     pipeline_read: Annotated[bool, NoEffect] = True
     pipeline_write: Annotated[bool, NoEffect] = True

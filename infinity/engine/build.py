@@ -27,13 +27,15 @@ from infinity.optim.rules import AdamRule
 from infinity.optim.updater import Updater
 from infinity.plan import Plan, PlanLine
 from infinity.plan.memory import READ_AHEAD, slab_classes
+from infinity.plan.micro_batch import MicroBatch
 from infinity.plan.placement import STREAMED_KINDS
+from infinity.plan.recompute import recomputes
 from infinity.plan.tiling import plan_units
 from infinity.shard.ownership import shard_of
-from infinity.shard.partition import Partition, Unit
+from infinity.shard.partition import Partition, Unit, partition
 from infinity.storage.activation_file import ActivationFile
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
-from infinity.storage.store import Extent, FileStore, MemoryStore, Store
+from infinity.storage.store import Extent, FileStore, MemoryStore, SplitStore, Store
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.swap_file import SwapFile
 from infinity.storage.verified_store import VerifiedFileStore
@@ -125,6 +127,8 @@ def plan_for(
     read_ahead: int | None = None,
     moments: bool | None = None,
     local_ranks: int = 1,
+    micro_batch: Any = None,
+    layer_major: bool = False,
 ) -> tuple[Partition, Plan]:
     """The units of a model, which may be on the meta device, with the plan for them."""
     if moments is None:
@@ -138,14 +142,46 @@ def plan_for(
         read_ahead=ahead,
         moments=moments,
         local_ranks=local_ranks,
+        micro_batch=None if micro_batch is None else _predicted(model, config, micro_batch),
+        together=config.resolve_batch(world_size).accumulation_steps if layer_major else 1,
+    )
+
+
+def _predicted(model: nn.Module, config: Config, micro_batch: Any) -> MicroBatch:
+    from infinity.plan.activations import predict  # brings torch's symbolic machinery with it, which only this needs
+
+    units = config.infinity.units
+    found = partition(model, units if isinstance(units, str) else list(units))
+    modules = dict(model.named_modules())
+    again = {e.path for e in found.entries if recomputes(config, e.path, modules[e.path], is_block=e.is_block)}
+    return predict(
+        model,
+        micro_batch,
+        recomputed=again,
+        blocks={entry.path for entry in found.entries if entry.is_block},
+        dtype=COMPUTE_DTYPES[config.param_dtype],
+        move=config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE,
     )
 
 
 def plan_model(
-    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | Config, world_size: int = 1
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    world_size: int = 1,
+    *,
+    micro_batch: Any = None,
+    layer_major: bool = False,
 ) -> Plan:
-    """What training ``model`` (it may be on the meta device) would allocate; allocates nothing itself."""
-    return plan_for(model, Config.load(config), world_size=world_size)[1]
+    """What training ``model`` (it may be on the meta device) would allocate; allocates nothing itself.
+
+    With a ``micro_batch`` (a tuple of arguments, a dict of keyword arguments, or one argument; tensors on the meta
+    device will do) it also says what activations take: the model is run on tensors without data. ``layer_major``
+    plans for ``train_batch``, which has all micro-batches of a step in flight at once. Raises ``CapacityError`` with
+    what would fit.
+    """
+    return plan_for(
+        model, Config.load(config), world_size=world_size, micro_batch=micro_batch, layer_major=layer_major
+    )[1]
 
 
 def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments: bool = True) -> Parts:
@@ -243,7 +279,7 @@ def _check_update_in_backward(config: Config, world_size: int, *, moments: bool)
 
 def _open_stores(parts: Parts, injected: Injected) -> None:
     placement, partition = parts.plan.placement, parts.partition
-    on_nvme = [kind for kind in STREAMED_KINDS if placement[kind] is Tier.NVME and placement.total(kind, partition)]
+    on_nvme = [kind for kind in STREAMED_KINDS if placement.total(kind, partition, Tier.NVME)]
     extents = _reserve_swap(parts, on_nvme)
     spilled = _activation_files(parts)
     if on_nvme or spilled:
@@ -259,12 +295,12 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
         )
         parts.io.register([memory.bytes for memory in parts.memories])
     for kind in STREAMED_KINDS:
+        regions = {
+            unit.index: parts.arenas[tier].resident(placement.nbytes(kind, unit), kind.value)
+            for unit in partition.units
+            if placement.has(kind, unit) and (tier := placement.tier(kind, unit)) is not Tier.NVME
+        }
         if kind not in on_nvme:
-            regions = {
-                unit.index: parts.arenas[placement[kind]].resident(placement.nbytes(kind, unit), kind.value)
-                for unit in partition.units
-                if placement.has(kind, unit)
-            }
             parts.homes.stores[kind] = MemoryStore(placement[kind], regions)
             parts.homes.slice_stores[kind] = parts.homes.stores[kind]
             if kind in placement.whole:
@@ -282,7 +318,10 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             f"{placement.nbytes(kind, unit)} bytes)"
             for unit in partition.units
         }
-        store = kind_of_store(parts.io, extents[kind], parts.ledger, pool, names)
+        files = kind_of_store(parts.io, extents[kind], parts.ledger, pool, names)
+        store: Store = files
+        if regions:
+            store = SplitStore(MemoryStore(Tier.HOST, regions), frozenset(regions), files)
         parts.homes.stores[kind] = parts.homes.slice_stores[kind] = store
     _open_activations(parts, spilled, injected)
 
@@ -331,6 +370,7 @@ def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, d
         directories = parts.config.swap_directories(kind)
         dealt[kind] = {}
         members = [unit for unit in parts.partition.units if placement.has(kind, unit)]
+        members = [unit for unit in members if placement.tier(kind, unit) is Tier.NVME]
         for turn, unit in enumerate(members):
             directory = os.path.abspath(directories[turn % len(directories)])
             used = sizes.setdefault(directory, {}).setdefault(kind, 0)

@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from infinity.optim.facade import DEFAULTS, StreamedAdam, StreamedOptimizer, gro
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.rules import TorchRule, torch_optimizer
 from infinity.optim.schedulers import build_scheduler
+from infinity.plan.recompute import recomputes
 from infinity.tier import StateKind
 
 log = logging.getLogger("infinity")
@@ -126,7 +126,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     modules = dict(model.named_modules())
     for entry in parts.partition.entries:
         module = modules[entry.path]
-        recompute = _recompute(parts.config, entry.path, module, is_block=entry.is_block)
+        recompute = recomputes(parts.config, entry.path, module, is_block=entry.is_block)
         entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute))
     called = {entry.path for entry in parts.partition.entries}
     for path, module in modules.items():
@@ -274,19 +274,6 @@ def _retarget(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
     scheduler.__dict__["_step_count"] = scheduler.__dict__.get("_step_count", 1) + 1
     for inner in getattr(scheduler, "_schedulers", ()):
         _retarget(inner, optimizer)
-
-
-def _recompute(config: Config, path: str, module: nn.Module, *, is_block: bool) -> bool:
-    """Whether the activations of an entry are computed again: blocks by default, never the model as a whole."""
-    choice = config.infinity.recompute
-    if path == "":
-        return False
-    if isinstance(choice, dict):
-        for pattern, wanted in choice.items():
-            if type(module).__name__ == pattern or fnmatchcase(path, pattern):
-                return wanted
-        return is_block
-    return is_block if choice == "auto" else choice
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,18 +1,23 @@
-"""The bill of materials: bytes per tier by purpose, chosen to fit the budgets or refused with what would fit."""
+"""Chooses bytes per tier by purpose that fit the budgets, or refuses with what would fit."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import psutil
 import torch
 
 from infinity.config import Config
-from infinity.config.size import format_bytes
+from infinity.config.size import format_bytes, is_decimal
 from infinity.errors import CapacityError
+from infinity.plan.auto import filled
+from infinity.plan.bill import Plan, PlanLine, unit_inputs
+from infinity.plan.buffers import buffered_ring, wanted_slabs, within_buffer
+from infinity.plan.micro_batch import MicroBatch
 from infinity.plan.placement import OPTIMIZER_KINDS, STREAMED_KINDS, Placement, candidates
+from infinity.plan.ram import available_host_memory, installed_host_memory
 from infinity.shard.partition import Partition, Unit
 from infinity.shard.subgroups import subgroups
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
@@ -35,83 +40,6 @@ COLLECTION_SLABS = 2
 """Units whose gradients may be on their way to other ranks, or be collected for it, per slab size."""
 
 
-@dataclass(frozen=True)
-class PlanLine:
-    """``count`` regions of ``nbytes`` each on one tier."""
-
-    tier: Tier
-    purpose: str
-    count: int
-    nbytes: int
-
-    @property
-    def total(self) -> int:
-        return self.count * round_up(self.nbytes, PAGE_BYTES)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything the engine will allocate, tier by tier, with the choices that led to it.
-
-    ``param_slabs`` and ``grad_slabs`` map a slab size in bytes to how many there are; ``subgroup_numel`` is in
-    elements; ``staging`` are the slabs through which the optimizer streams the kinds that live on NVMe, ``ring`` how
-    many sub-groups are in flight between read-ahead and write-behind. ``update_read`` and ``update_written`` are the
-    NVMe bytes of one optimizer step in which every trained parameter has a gradient. With several ranks
-    ``collection_slabs`` maps the size of a slab in which a unit's gradients are collected for the others to how many
-    there are; ``received_bytes`` takes in what the others send of one unit.
-    """
-
-    placement: Placement
-    lines: tuple[PlanLine, ...]
-    budgets: dict[Tier, int | None]
-    param_slabs: dict[int, int]
-    grad_slabs: dict[int, int]
-    staging: dict[StateKind, PlanLine]
-    subgroup_numel: int
-    parameters: int
-    trained_parameters: int
-    read_ahead: int
-    ring: int
-    update_read: int
-    update_written: int
-    collection_slabs: dict[int, int] = field(default_factory=dict)
-    received_bytes: int = 0
-
-    def total(self, tier: Tier) -> int:
-        """Planned bytes of ``tier``."""
-        return sum(line.total for line in self.lines if line.tier is tier)
-
-    def with_unit_inputs(self, host: int, nvme: int) -> Plan:
-        """The plan with what the inputs of recomputed units need away from the device, in bytes."""
-        inputs = PlanLine(Tier.HOST, "unit inputs" if not nvme else "unit inputs, window", 1, host)
-        swap = PlanLine(Tier.NVME, "unit inputs, swap", 1, nvme)
-        lines = tuple(line for line in (inputs, swap) if line.nbytes)
-        return replace(self, lines=self.lines + lines) if lines else self
-
-    def render(self) -> str:
-        """The plan as a table of plain text."""
-        head = f"{self.parameters:,} parameters, {self.trained_parameters:,} trained"
-        rows = [("tier", "purpose", "count", "each", "total")]
-        for tier in Tier:
-            lines = [line for line in self.lines if line.tier is tier and line.total]
-            for line in lines:
-                each, total = format_bytes(line.nbytes), format_bytes(line.total)
-                rows.append((tier.value, line.purpose, str(line.count), each, total))
-            budget = self.budgets[tier]
-            limit = "no limit" if budget is None else f"of {format_bytes(budget)}"
-            rows.append((tier.value, "= planned", "", limit, format_bytes(self.total(tier))))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        body = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        body.insert(1, "-" * len(body[0]))
-        return "\n".join([head, *body, f"optimizer sub-group: {self.subgroup_numel:,} elements, {self.ring} in flight"])
-
-
 def plan_memory(
     partition: Partition,
     config: Config,
@@ -120,11 +48,14 @@ def plan_memory(
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
     local_ranks: int = 1,
+    micro_batch: MicroBatch | None = None,
+    together: int = 1,
 ) -> Plan:
     """The first placement the config allows that fits every budget.
 
     Without ``moments`` the optimizer is torch's: it is given whole units, and its own state is not in the plan. The
-    plan is one rank's; ``local_ranks`` of them share this machine's RAM.
+    plan is one rank's; ``local_ranks`` of them share this machine's RAM. With ``micro_batch`` the plan has unit inputs
+    that leave the device, of ``together`` micro-batches at once; without it the first step learns them.
 
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
@@ -133,7 +64,17 @@ def plan_memory(
     ranks = partition.units[0].layout.world_size if partition.units else 1
     for placement in candidates(config, device_is_host=device_is_host, moments=moments, ranks=ranks):
         try:
-            return _plan(partition, config, placement, budgets, read_ahead, local_ranks)
+            inputs: tuple[PlanLine, ...] = ()
+            if micro_batch is not None:
+                inputs = unit_inputs(*micro_batch.away(config.tier_of(StateKind.ACTIVATION) or Tier.DEVICE, together))
+            plan = _plan(partition, config, placement, budgets, read_ahead, local_ranks, inputs)
+            plan = replace(plan, micro_batch=micro_batch)
+            available = available_host_memory() // local_ranks if device_is_host else sys.maxsize
+            split = filled(plan, partition, config, available)
+            if not split.near:
+                return plan
+            plan = _plan(partition, config, split, budgets, read_ahead, local_ranks, inputs)
+            return replace(plan, micro_batch=micro_batch)
         except CapacityError as error:
             refusals.append(error)
     raise min(refusals, key=lambda refusal: refusal.missing)
@@ -159,18 +100,10 @@ def _plan(
     budgets: dict[Tier, int | None],
     read_ahead: int,
     local_ranks: int,
+    inputs: tuple[PlanLine, ...],
 ) -> Plan:
     trained = [unit for unit in partition.units if unit.trainable]
-    lines = [
-        PlanLine(placement[kind], f"{_NAMES[kind]}, resident", 1, placement.total(kind, partition))
-        for kind in STREAMED_KINDS
-        if placement[kind] is not Tier.NVME
-    ]
-    lines += [
-        PlanLine(Tier.NVME, f"{_NAMES[kind]}, swap", 1, placement.total(kind, partition))
-        for kind in STREAMED_KINDS
-        if placement[kind] is Tier.NVME
-    ]
+    lines = _state_lines(placement, partition)
     grad_slabs: dict[int, int] = {}
     if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
         sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
@@ -191,16 +124,32 @@ def _plan(
         received = max(unit.layout.nbytes(sums) - unit.layout.shard_nbytes(sums) for unit in trained)
         lines += [PlanLine(Tier.DEVICE, "gradients to send", count, each) for each, count in collection_slabs.items()]
         lines.append(PlanLine(Tier.DEVICE, "gradients received", 1, received))
+    lines += inputs
     update_read, update_written = _update_traffic(placement, trained)
     base = Plan(
         placement, tuple(lines), budgets, {}, grad_slabs, {}, 0, partition.parameters, partition.trained_parameters,
         read_ahead, 0, update_read, update_written, collection_slabs, received,
     )  # fmt: skip
+    biggest = max(partition.units, key=lambda unit: unit.layout.nbytes(), default=None)
+    if biggest is not None:
+        base = replace(base, largest=(biggest.name, biggest.layout.nbytes()))
     plan = _with_subgroups(_with_param_slabs(base, partition, config), trained, config)
     _check_budgets(plan, partition)
     if placement.device_is_host:
         _check_ram(plan, local_ranks)
     return plan
+
+
+def _state_lines(placement: Placement, partition: Partition) -> list[PlanLine]:
+    """What is kept of every kind on each of its tiers, swap last."""
+    lines = []
+    for kind in STREAMED_KINDS:
+        for tier in Tier:
+            nbytes = placement.total(kind, partition, tier)
+            if nbytes or tier is placement[kind]:
+                how = "swap" if tier is Tier.NVME else "resident"
+                lines.append(PlanLine(tier, f"{_NAMES[kind]}, {how}", 1, nbytes))
+    return sorted(lines, key=lambda line: line.tier is Tier.NVME)
 
 
 def _grad_slabs(placement: Placement, units: Sequence[Unit], partition: Partition) -> int:
@@ -238,7 +187,7 @@ def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int,
     read = written = 0
     for unit in trained:
         for kind in STREAMED_KINDS:
-            if placement[kind] is Tier.NVME:
+            if placement.tier(kind, unit) is Tier.NVME:
                 nbytes = placement.nbytes(kind, unit)
                 read += 0 if kind is StateKind.PARAM and placement.has(StateKind.MASTER, unit) else nbytes
                 written += 0 if kind is StateKind.GRAD else nbytes
@@ -251,7 +200,7 @@ def _with_param_slabs(plan: Plan, partition: Partition, config: Config) -> Plan:
         return plan
     classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
     counts = _lent_at_once(partition, classes)
-    budget, wanted = plan.budgets[Tier.DEVICE], config.infinity.slabs
+    budget, wanted = plan.budgets[Tier.DEVICE], wanted_slabs(config, partition, max(counts.values(), default=1))
     used = plan.total(Tier.DEVICE) + sum(count * round_up(nbytes, PAGE_BYTES) for nbytes, count in counts.items())
     small = [nbytes for nbytes in sorted(classes) if nbytes <= PERSISTENT_BYTES and wanted == "auto"]
     ceiling = len(partition.units) if budget is not None else AUTO_SLABS
@@ -295,22 +244,28 @@ def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan
     given = config.zero_optimization.sub_group_size if plan.placement.moments else largest
     budget = plan.budgets[Tier.HOST]
     numel = min(largest, AUTO_SUBGROUP_NUMEL if given == "auto" else given)
-    staged = _with_staging(plan, trained, numel)
+    limit = plan.read_ahead + 1 + WRITE_BEHIND
+    if plan.placement.moments:
+        numel = within_buffer(config, numel, asked=given != "auto")
+        limit = buffered_ring(config, plan.placement, limit)
+        plan = replace(plan, read_ahead=min(plan.read_ahead, limit - 1))
+    staged = _with_staging(plan, trained, numel, limit)
     while given == "auto" and budget is not None and numel > MIN_SUBGROUP_NUMEL and staged.total(Tier.HOST) > budget:
         numel //= 2
-        staged = _with_staging(plan, trained, numel)
+        staged = _with_staging(plan, trained, numel, limit)
     return staged if staged.staging else replace(plan, subgroup_numel=largest)
 
 
-def _with_staging(plan: Plan, trained: Sequence[Unit], numel: int) -> Plan:
+def _with_staging(plan: Plan, trained: Sequence[Unit], numel: int, limit: int) -> Plan:
     numel = round_up(numel, PAGE_BYTES // 2)
     groups = {unit.index: len(subgroups(plan.placement.updated_numel(unit), numel)) for unit in trained}
-    ring = min(plan.read_ahead + 1 + WRITE_BEHIND, sum(groups.values()))
+    ring = min(plan.read_ahead + 1 + WRITE_BEHIND, limit, sum(groups.values()))
     staging = {}
     for kind, nbytes in staging_bytes_per_element(plan.placement, trained).items():
         # Gradients are only read, so their slabs are free again before anything is written behind.
         depth = plan.read_ahead + 1 if kind is StateKind.GRAD else ring
-        count = min(depth, sum(groups[unit.index] for unit in trained if plan.placement.has(kind, unit)))
+        staged = (unit for unit in trained if plan.placement.nbytes(kind, unit))
+        count = min(depth, sum(groups[unit.index] for unit in staged if plan.placement.tier(kind, unit) is Tier.NVME))
         staging[kind] = PlanLine(Tier.HOST, f"{_NAMES[kind]}, optimizer staging", count, numel * nbytes)
     lines = plan.lines + tuple(staging.values())
     return replace(plan, subgroup_numel=numel, ring=ring, staging=staging, lines=lines)
@@ -321,7 +276,7 @@ def staging_bytes_per_element(placement: Placement, trained: Sequence[Unit]) -> 
     return {
         kind: max(placement.dtype(kind, unit).itemsize for unit in trained if placement.has(kind, unit))
         for kind in (StateKind.GRAD, StateKind.PARAM, *OPTIMIZER_KINDS)
-        if placement[kind] is Tier.NVME and any(placement.has(kind, unit) for unit in trained)
+        if any(placement.has(kind, unit) and placement.tier(kind, unit) is Tier.NVME for unit in trained)
     }
 
 
@@ -335,10 +290,12 @@ def _check_budgets(plan: Plan, partition: Partition) -> None:
         biggest = max((line for line in plan.lines if line.tier is tier), key=lambda line: line.total)
         unit = max(partition.units, key=lambda unit: unit.layout.nbytes())
         key = "nvme_space" if tier is Tier.NVME else f"{tier.value}_memory"
+        decimal = is_decimal(budget)
         problems.append(
-            f"{tier.value} memory: the plan needs {needed} bytes ({format_bytes(needed)}), most of it for "
-            f'{biggest.purpose} ({format_bytes(biggest.total)}; the largest unit is "{unit.name}", '
-            f"{format_bytes(unit.layout.nbytes())}), but infinity.{key} is {budget} ({format_bytes(budget)}). Raise it "
+            f"{tier.value} memory: the plan needs {needed} bytes ({format_bytes(needed, decimal)}), most of it for "
+            f'{biggest.purpose} ({format_bytes(biggest.total, decimal)}; the largest unit is "{unit.name}", '
+            f"{format_bytes(unit.layout.nbytes(), decimal)}), but infinity.{key} is {budget} "
+            f"({format_bytes(budget, decimal)}). Raise it "
             f"to at least {needed} bytes, {_REMEDIES[tier]}"
         )
     if problems:
@@ -366,33 +323,16 @@ def _budget(tier: Tier, config: Config, device_is_host: bool, local_ranks: int) 
     given = {Tier.DEVICE: own.device_memory, Tier.HOST: own.host_memory, Tier.NVME: own.nvme_space}[tier]
     if given == "auto":
         return int(available_host_memory() * AUTO_HOST_FRACTION / local_ranks) if tier is Tier.HOST else None
-    machine = int(psutil.virtual_memory().total) // local_ranks
+    machine = installed_host_memory() // local_ranks
     is_ram = tier is Tier.HOST or (tier is Tier.DEVICE and device_is_host)
     if is_ram and int(given) > machine:
         raise CapacityError(
-            f"infinity.{tier.value}_memory is {given} ({format_bytes(int(given))}), but this machine has {machine} "
-            f"({format_bytes(machine)}) of RAM{_each(local_ranks)}. Set it to the part of that which training may use, "
-            'or to "auto"',
+            f"infinity.{tier.value}_memory is {given} ({format_bytes(int(given), is_decimal(int(given)))}), but this "
+            f"machine, or the cgroup of this process, has {machine} ({format_bytes(machine)}) of RAM"
+            f'{_each(local_ranks)}. Set it to the part of that which training may use, or to "auto"',
             int(given) - machine,
         )
     return int(given)
-
-
-def available_host_memory() -> int:
-    """Bytes of RAM this process may still use: what the system has left, or less where a cgroup says so."""
-    available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit_file) as limit, open(usage_file) as usage:
-                text = limit.read().strip()
-                if text != "max":
-                    available = min(available, int(text) - int(usage.read()))
-        except (OSError, ValueError):
-            continue
-    return available
 
 
 _NAMES = {

@@ -31,9 +31,15 @@ class Placement:
     in_backward: bool = False
     whole: frozenset[StateKind] = frozenset()
     ranks: int = 1
+    near: frozenset[tuple[StateKind, int]] = frozenset()
+    """Kinds of single units, by index, that are in host memory although their kind is on NVMe: it has two tiers."""
 
     def __getitem__(self, kind: StateKind) -> Tier:
         return self.tiers[kind]
+
+    def tier(self, kind: StateKind, unit: Unit) -> Tier:
+        """Where ``unit`` keeps state of ``kind``."""
+        return Tier.HOST if (kind, unit.index) in self.near else self.tiers[kind]
 
     def has(self, kind: StateKind, unit: Unit) -> bool:
         """Whether ``unit`` keeps state of ``kind``."""
@@ -67,9 +73,9 @@ class Placement:
         """Whether a unit's parameters come together from all ranks before each use."""
         return self.ranks > 1 and StateKind.PARAM not in self.whole
 
-    def total(self, kind: StateKind, partition: Partition) -> int:
-        """Bytes of ``kind`` over all units."""
-        return sum(self.nbytes(kind, unit) for unit in partition.units)
+    def total(self, kind: StateKind, partition: Partition, tier: Tier | None = None) -> int:
+        """Bytes of ``kind`` over all units, or those on ``tier``."""
+        return sum(self.nbytes(kind, unit) for unit in partition.units if tier in (None, self.tier(kind, unit)))
 
     @property
     def lends_in_place(self) -> bool:

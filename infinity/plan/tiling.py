@@ -7,7 +7,9 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.errors import CapacityError
-from infinity.plan.memory import READ_AHEAD, Plan, plan_memory
+from infinity.plan.bill import Plan
+from infinity.plan.memory import READ_AHEAD, plan_memory
+from infinity.plan.micro_batch import MicroBatch
 from infinity.shard.partition import Partition, partition
 from infinity.tier import PAGE_BYTES
 
@@ -24,6 +26,8 @@ def plan_units(
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
     local_ranks: int = 1,
+    micro_batch: MicroBatch | None = None,
+    together: int = 1,
 ) -> tuple[Partition, Plan]:
     """The units of ``model``, which may be on the meta device, with the plan for them.
 
@@ -35,7 +39,15 @@ def plan_units(
 
     def attempt(tile_bytes: int | None) -> tuple[Partition, Plan]:
         found = partition(model, units if isinstance(units, str) else list(units), dtype, world_size, tile_bytes)
-        return found, plan_memory(found, config, read_ahead=read_ahead, moments=moments, local_ranks=local_ranks)
+        return found, plan_memory(
+            found,
+            config,
+            read_ahead=read_ahead,
+            moments=moments,
+            local_ranks=local_ranks,
+            micro_batch=micro_batch,
+            together=together,
+        )
 
     if wanted != "auto":
         return attempt(int(wanted))

@@ -279,3 +279,33 @@ class FileStore:
 
 def _pending(transfers: Iterable[tuple[int, int, LinkTicket]]) -> list[tuple[int, int, LinkTicket]]:
     return [entry for entry in transfers if not entry[2].done()]
+
+
+class SplitStore:
+    """Some units in memory, the others in files."""
+
+    tier = Tier.NVME
+
+    def __init__(self, near: MemoryStore, near_units: frozenset[int], far: FileStore) -> None:
+        self._near, self._near_units, self._far = near, near_units, far
+
+    def _of(self, unit: int) -> Store:
+        return self._near if unit in self._near_units else self._far
+
+    def lease(self, unit: int, start: int, stop: int, access: Access) -> Lease:
+        return self._of(unit).lease(unit, start, stop, access)
+
+    def resident(self, unit: int) -> torch.Tensor | None:
+        return self._of(unit).resident(unit)
+
+    def is_settled(self, unit: int) -> bool:
+        return self._of(unit).is_settled(unit)
+
+    def read(self, unit: int, start: int, into: torch.Tensor) -> Ticket:
+        return self._of(unit).read(unit, start, into)
+
+    def write(self, unit: int, start: int, source: torch.Tensor) -> Ticket:
+        return self._of(unit).write(unit, start, source)
+
+    def settle(self) -> None:
+        self._far.settle()

@@ -17,11 +17,9 @@ from infinity.errors import CapacityError
 from infinity.memory.arena import Arena
 from infinity.memory.heap import Heap
 from infinity.obs.ledger import Ledger
+from infinity.plan.micro_batch import WINDOW_CALLS, may_move
 from infinity.storage.activation_file import ActivationFile, FilePiece
 from infinity.tier import PAGE_BYTES, round_up
-
-WINDOW_CALLS = 4
-"""Unit calls whose inputs are in host memory at once while the rest is on NVMe: in use, read ahead, written behind."""
 
 Stays = Callable[[torch.Tensor], bool]
 
@@ -171,7 +169,7 @@ class ActivationStream:
     def keep(self, tensors: Sequence[torch.Tensor], stays: Stays) -> tuple[Inputs, list[torch.Tensor]]:
         """Copies what may leave the device; a call that has nothing of the kind costs nothing."""
         self._take_in_dropped()
-        movable = [_is_movable(tensor) and not stays(tensor) for tensor in tensors]
+        movable = [type(tensor) is torch.Tensor and may_move(tensor) and not stays(tensor) for tensor in tensors]
         if not any(movable):
             return ON_DEVICE, list(tensors)
         if self._files is not None:
@@ -181,12 +179,16 @@ class ActivationStream:
             self._claim(self._heap.limit)
         pieces: list[Piece | None] = []
         mine: dict[int, Piece] = {}
-        for tensor, move in zip(tensors, movable, strict=True):
-            piece = None
-            if move:
-                piece = mine.get(id(tensor)) or self._known(tensor) or self._take(tensor)
-                mine[id(tensor)] = piece
-            pieces.append(piece)
+        try:
+            for tensor, move in zip(tensors, movable, strict=True):
+                piece = None
+                if move:
+                    piece = mine.get(id(tensor)) or self._known(tensor) or self._take(tensor)
+                    mine[id(tensor)] = piece
+                pieces.append(piece)
+        except BaseException:
+            self.give_up(list(mine.values()))
+            raise
         return MovedInputs(self, pieces), [tensor for tensor, p in zip(tensors, pieces, strict=True) if p is None]
 
     def _known(self, tensor: torch.Tensor) -> Piece | None:
@@ -239,7 +241,8 @@ class ActivationStream:
         self._let_go()
         if not self._kept:  # a pass is over: the next one is likely to go the same way
             if self._order:
-                self._place = {number: place - len(self._order) for place, number in enumerate(self._order)}
+                places = reversed(list(enumerate(self._order)))  # so that the first of several uses counts
+                self._place = {number: place - len(self._order) for place, number in places}
             self._order, self._next = [], 0
             self._seen.clear()
         elif self._files is not None:
@@ -328,18 +331,18 @@ class ActivationStream:
     def _write(self, piece: Piece) -> None:
         assert self._files is not None
         piece.file = self._files.take(piece.nbytes)
-        piece.moving = self._files.write(piece.file, self._bytes(piece))
+        piece.moving = self._files.write(piece.file, self._pages(piece))
 
     def _read(self, piece: Piece, start: int) -> None:
         assert self._files is not None
         assert piece.file is not None
         piece.start = start
-        piece.moving = self._files.read(piece.file, self._bytes(piece))
+        piece.moving = self._files.read(piece.file, self._pages(piece))
 
     def _free(self, piece: Piece) -> None:
         assert piece.start is not None
         if self._poison:
-            self._region[piece.start : piece.start + piece.nbytes].data.fill_(0xFF)
+            self._pages(piece).fill_(0xFF)
         self._heap.give(piece.start)
         piece.start = None
 
@@ -362,35 +365,11 @@ class ActivationStream:
         while self.dropped:
             self.give_up(self.dropped.popleft())
 
-    def _bytes(self, piece: Piece) -> torch.Tensor:
+    def _pages(self, piece: Piece) -> torch.Tensor:
+        """Its place in the region, in whole pages, as direct I/O wants it."""
         assert piece.start is not None
         # .data, because views share a version counter: a write to one piece would make autograd refuse all others.
-        return self._region[piece.start : piece.start + piece.nbytes].data
+        return self._region[piece.start : piece.start + round_up(piece.nbytes, PAGE_BYTES)].data
 
     def _view(self, piece: Piece) -> torch.Tensor:
-        return self._bytes(piece).view(piece.dtype).as_strided(piece.shape, piece.stride)
-
-
-def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a copy of the bytes is the tensor again: plain, dense, no smaller than a page."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.nbytes >= PAGE_BYTES
-        and not tensor.is_inference()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        return self._pages(piece)[: piece.nbytes].view(piece.dtype).as_strided(piece.shape, piece.stride)

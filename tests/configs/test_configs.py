@@ -45,3 +45,11 @@ def test_the_demo_is_as_large_and_as_confined_as_promised() -> None:
     assert config.infinity.host_memory == 384_000_000
     for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
         assert config.tier_of(kind) is Tier.NVME, kind
+
+
+def test_the_large_one_is_larger_than_ram_and_smaller_than_six_gibibytes() -> None:
+    config = Config.load(DIRECTORY / "large.json")
+    with torch.device("meta"):
+        plan = infinity.plan(Decoder(decoder_config(config)), config)
+    assert plan.total(Tier.NVME) >= 36 << 30, "24 GiB and a half of it"
+    assert plan.total(Tier.DEVICE) + plan.total(Tier.HOST) < 2 << 30

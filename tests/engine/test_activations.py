@@ -191,6 +191,20 @@ def test_a_budget_too_small_is_refused_by_a_number_that_works(tmp_path: Path) ->
         engine.backward(engine(batch, batch))
 
 
+def test_after_a_refusal_smaller_batches_still_train(tmp_path: Path) -> None:
+    with started(tmp_path, "host") as engine:
+        engine.backward(engine(tokens(0, 32), tokens(0, 32)))
+        needed = sum(line.total for line in engine.plan.lines if line.tier.value == "host")
+    with started(tmp_path, "host", host_memory=needed) as engine:
+        for _ in range(2):
+            with pytest.raises(infinity.CapacityError):
+                engine(tokens(0), tokens(0))
+            gc.collect()
+            engine.backward(engine(tokens(0, 32), tokens(0, 32)))
+            engine.step()
+        assert engine.report()["tiers"]["host"]["peak_bytes"] <= needed
+
+
 def test_swap_space_for_activations_is_a_budget_too(tmp_path: Path) -> None:
     with (
         started(tmp_path, "nvme", nvme_space=INPUT) as engine,

@@ -1,0 +1,22 @@
+"""Which units are computed again in backward."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from infinity.config import Config
+
+
+def recomputes(config: Config, path: str, module: nn.Module, *, is_block: bool) -> bool:
+    """Whether the activations of an entry are computed again: blocks by default, never the model as a whole."""
+    choice = config.infinity.recompute
+    if path == "":
+        return False
+    if isinstance(choice, dict):
+        for pattern, wanted in choice.items():
+            if type(module).__name__ == pattern or fnmatchcase(path, pattern):
+                return wanted
+        return is_block
+    return is_block if choice == "auto" else choice

@@ -1,0 +1,57 @@
+"""Bytes that one optimizer step moves over each link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.plan.bill import Plan
+from infinity.plan.memory import slab_classes
+from infinity.shard.partition import Partition
+from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Payload bytes per step, split by the phase that waits for them: forward with backward, or the update."""
+
+    pass_read: int
+    pass_written: int
+    update_read: int
+    update_written: int
+
+    @property
+    def read(self) -> int:
+        return self.pass_read + self.update_read
+
+    @property
+    def written(self) -> int:
+        return self.pass_written + self.update_written
+
+
+def step_traffic(
+    plan: Plan, partition: Partition, accumulation: int = 1, *, layer_major: bool = False, inputs_swapped: int = 0
+) -> StepTraffic:
+    """NVMe traffic of a steady step in which every trained parameter has a gradient.
+
+    A pass over units reads all but those still in their slabs from the pass before: units go forward, then back, so
+    the last ones stay. ``layer_major`` is ``train_batch``, where a unit is read once per pass for all micro-batches.
+    ``inputs_swapped`` are the bytes of unit inputs that leave for NVMe in all its micro-batches.
+    """
+    passes = 2 if layer_major else 2 * accumulation
+    read = written = 0
+    if plan.placement[StateKind.PARAM] is Tier.NVME:
+        classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
+        for nbytes, units in classes.items():
+            sizes = [unit.layout.shard_nbytes() for unit in units]
+            staying = plan.param_slabs.get(nbytes, 0) * max(sizes)
+            read += sum(sizes) + (passes - 1) * max(0, sum(sizes) - staying)
+    if plan.placement[StateKind.GRAD] is Tier.NVME:
+        gradients = sum(
+            round_up(plan.placement.nbytes(StateKind.GRAD, unit), PAGE_BYTES)
+            for unit in partition.units
+            if unit.trainable
+        )
+        rounds = 1 if layer_major else accumulation
+        written += rounds * gradients
+        read += (rounds - 1) * gradients
+    return StepTraffic(read + inputs_swapped, written + inputs_swapped, plan.update_read, plan.update_written)
