@@ -9,7 +9,7 @@ SEED ?= 0
 NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-all test-faults lint sanitize clean
+.PHONY: help venv build demo demo-large test test-all test-faults lint sanitize clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,6 +33,9 @@ build: $(VENV)/.installed  ## compile the native libraries that are older than t
 
 demo: build  ## train a small model whose states live on NVMe (CONFIG=..., SWAP_DIR=...)
 	$(BIN)/infinity train $(CONFIG) --floor $(if $(SWAP_DIR),--set infinity.nvme_path=$(SWAP_DIR))
+
+demo-large: build  ## train three steps of a model whose states exceed 24 GiB of RAM by half (60 GB of disk, about 10 minutes)
+	$(BIN)/python -m bench.large $(if $(SWAP_DIR),--swap $(SWAP_DIR))
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict
 	$(BIN)/ruff check .
