@@ -204,6 +204,7 @@ class Ours(Trainer):
         layer_major: bool = False,
         override: dict[str, Any] | None = None,
         zero: dict[str, Any] | None = None,
+        aio: dict[str, Any] | None = None,
         profile: str | None = None,
     ) -> None:
         super().__init__()
@@ -221,6 +222,7 @@ class Ours(Trainer):
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where} | (zero or {}),
             "infinity": {"recompute": recompute} | (override or {}),
+            "aio": aio or {},
         }
         with infinity.Init(config):
             model = build_decoder(shape)
