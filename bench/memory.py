@@ -29,6 +29,9 @@ MICRO_BATCH = (2, 256)
 TILE_BYTES = 1 << 20
 TOLERANCE = 0.05
 
+WHOLE = {"tile_bytes": "1TiB"}
+"""Without it a small budget would be met by tiles."""
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "none, recompute": {"device": "none"},
     "none, keep": {"device": "none", "recompute": False},
@@ -42,10 +45,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "nvme, keep, tiled": {"device": "nvme", "recompute": False, "tile_bytes": TILE_BYTES},
 }
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
-    "device budget": ("device_memory", {"device": "nvme"}),
-    "host budget": ("host_memory", {"device": "nvme"}),
-    "host budget, inputs on host": ("host_memory", {"device": "nvme", "activations": "host"}),
-    "disk budget": ("nvme_space", {"device": "nvme", "activations": "nvme"}),
+    "device budget": ("device_memory", {"device": "nvme", **WHOLE}),
+    "host budget": ("host_memory", {"device": "nvme", **WHOLE}),
+    "host budget, inputs on host": ("host_memory", {"device": "nvme", "activations": "host", **WHOLE}),
+    "disk budget": ("nvme_space", {"device": "nvme", "activations": "nvme", **WHOLE}),
 }
 TIER_OF = {"device_memory": "device", "host_memory": "host", "nvme_space": "nvme"}
 
@@ -99,12 +102,15 @@ def child(order: dict[str, Any]) -> dict[str, Any]:
     from infinity.obs.process_memory import AnonymousPeak, status_bytes
 
     # Everything that the first step of any model leaves behind: threads, kernels, lazily imported modules.
-    warm = {**order["config"], "zero_optimization": {"stage": 3}, "infinity": {"activations": "device"}}
-    engine, *_ = infinity.initialize(Decoder(DecoderConfig(128, 2, 2, 256)), warm)
+    unlimited = {key: value for key, value in order["config"]["infinity"].items() if key not in TIER_OF}
+    engine, *_ = infinity.initialize(
+        Decoder(DecoderConfig(128, 2, 2, 256)), {**order["config"], "infinity": {**unlimited, "host_memory": "256MiB"}}
+    )
     with engine:
         tokens = torch.zeros(1, 64, dtype=torch.long)
-        engine.backward(engine(tokens, tokens))
-        engine.step()
+        for _ in range(2):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
     del engine
     gc.collect()
     with infinity.Init(order["config"]):
@@ -156,7 +162,7 @@ def refusals(swap: str, steps: int) -> Iterator[dict[str, Any]]:
     for name, (key, own) in REFUSALS.items():
         tight = {} if key == "device_memory" else {"device_memory": "100MB"}
         plan = predicted(configured(swap, **own, **tight, slabs=1))
-        budget = plan.total(Tier(TIER_OF[key])) // 300  # above a third, tiles would still fit
+        budget = plan.total(Tier(TIER_OF[key])) // 20
         try:
             predicted(configured(swap, **own, **tight, slabs=1, **{key: budget}))
         except CapacityError as error:

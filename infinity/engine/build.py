@@ -215,8 +215,7 @@ def _build(
     memories: list[HostMemory] = []
     arenas = {}
     for tier in (Tier.DEVICE, Tier.HOST):
-        nbytes = plan.total(tier) + _activation_room(config, plan, tier)
-        memory = device.allocate(nbytes) if tier is Tier.DEVICE else HostMemory(nbytes)
+        memory = device.allocate(plan.total(tier)) if tier is Tier.DEVICE else HostMemory(plan.total(tier))
         memories.append(memory)
         arenas[tier] = Arena(tier, memory.bytes)
     slices = tuple(shard_of(unit, group.rank) for unit in found.units)
@@ -326,14 +325,6 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
     _open_activations(parts, spilled, injected)
 
 
-def _activation_room(config: Config, plan: Plan, tier: Tier) -> int:
-    """Bytes that the budget leaves for unit inputs on their way out of the device; nothing of it is touched yet."""
-    budget = plan.budgets[Tier.HOST]
-    if tier is not Tier.HOST or config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE or budget is None:
-        return 0
-    return (budget - plan.total(Tier.HOST)) // PAGE_BYTES * PAGE_BYTES
-
-
 def _activation_files(parts: Parts) -> list[SwapFile]:
     """An empty file on every disk that unit inputs may go to."""
     if parts.config.tier_of(StateKind.ACTIVATION) is not Tier.NVME:
@@ -349,16 +340,18 @@ def _activation_files(parts: Parts) -> list[SwapFile]:
 
 
 def _open_activations(parts: Parts, files: list[SwapFile], injected: Injected) -> None:
-    config, plan, arena = parts.config, parts.plan, parts.arenas[Tier.HOST]
-    if config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE:
+    """Unit inputs may fill what the host budget leaves, in memory that is neither pinned nor touched before its use."""
+    plan, arena, budget = parts.plan, parts.arenas[Tier.HOST], parts.plan.budgets[Tier.HOST]
+    if parts.config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE or budget is None:
         return
-    region = arena.carve(_activation_room(config, plan, Tier.HOST), "unit inputs")
+    region = HostMemory((budget - plan.total(Tier.HOST)) // PAGE_BYTES * PAGE_BYTES)
+    parts.memories.append(region)
     spill = None
     if files:
         assert parts.io is not None
         space = plan.budgets[Tier.NVME]
         spill = ActivationFile(parts.io, files, None if space is None else space - plan.total(Tier.NVME), parts.ledger)
-    parts.activations = ActivationStream(arena, region, spill, parts.ledger, poison=injected.poison)
+    parts.activations = ActivationStream(arena, region.bytes, spill, parts.ledger, poison=injected.poison)
 
 
 def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, dict[int, Extent]]:

@@ -250,6 +250,11 @@ def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan
         limit = buffered_ring(config, plan.placement, limit)
         plan = replace(plan, read_ahead=min(plan.read_ahead, limit - 1))
     staged = _with_staging(plan, trained, numel, limit)
+    if budget is not None and config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE:
+        # Whether the plan knows the unit inputs or the first step learns them, half of the budget is left to them.
+        budget = budget // 2 + sum(
+            line.total for line in plan.lines if line.tier is Tier.HOST and line.purpose.startswith("unit inputs")
+        )
     while given == "auto" and budget is not None and numel > MIN_SUBGROUP_NUMEL and staged.total(Tier.HOST) > budget:
         numel //= 2
         staged = _with_staging(plan, trained, numel, limit)
