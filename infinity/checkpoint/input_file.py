@@ -7,46 +7,81 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity.checkpoint.disk import told
 from infinity.checkpoint.header import TensorPlace, read_header
 from infinity.checkpoint.output_file import CHUNK_BYTES
+from infinity.device.lane import DONE, CallersLane, Lane, Ticket
 from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
 
 CACHED_CHUNKS = 4
 
 
+@dataclass
+class Chunk:
+    """Memory for the bytes of one chunk; they are there, checked, when ``arrived`` is done."""
+
+    memory: HostMemory
+    arrived: Ticket = DONE
+
+
 class ChunkCache:
-    """The chunks read last, in memory that is used again and again."""
+    """The chunks read last with the one that comes next, in memory that is used again and again."""
 
     def __init__(self, count: int = CACHED_CHUNKS) -> None:
-        self._free = [HostMemory(CHUNK_BYTES) for _ in range(count)]
-        self._used: OrderedDict[tuple[str, int], HostMemory] = OrderedDict()
+        self._free = [Chunk(HostMemory(CHUNK_BYTES)) for _ in range(count)]
+        self._used: OrderedDict[tuple[str, int], Chunk] = OrderedDict()
+        self._lane = Lane("checkpoint-read") if count > 1 else CallersLane()
+        self._ahead = count > 1
 
-    def get(self, file: InputFile, chunk: int) -> torch.Tensor:
+    def get(self, file: InputFile, chunk: int) -> npt.NDArray[np.uint8]:
         """The bytes of one chunk of ``file``, checked."""
         key = file.path, chunk
-        memory = self._used.get(key)
-        if memory is None:
-            memory = self._free.pop() if self._free else self._used.popitem(last=False)[1]
-            try:
-                file.fill(chunk, memory.bytes)
-            except BaseException:
-                self._free.append(memory)
-                raise
-            self._used[key] = memory
+        found = self._used.get(key) or self._fetch(file, chunk)
+        if self._ahead and chunk + 1 < file.chunks and (file.path, chunk + 1) not in self._used:
+            self._used.move_to_end(key)
+            self._fetch(file, chunk + 1)
+        try:
+            found.arrived.wait()
+        except BaseException:
+            self._free.append(self._used.pop(key))
+            raise
         self._used.move_to_end(key)
-        return memory.bytes
+        return found.memory.bytes.numpy()
+
+    def forget(self, file: InputFile) -> None:
+        """Ends the reading of ``file``, which is to be closed."""
+        for key in [key for key in self._used if key[0] == file.path]:
+            self._retire(self._used.pop(key))
 
     def free(self) -> None:
         """Gives the memory back."""
-        for memory in [*self._free, *self._used.values()]:
-            memory.free()
+        self._lane.close()
+        for chunk in [*self._free, *self._used.values()]:
+            chunk.memory.free()
         self._free, self._used = [], OrderedDict()
+
+    def _fetch(self, file: InputFile, chunk: int) -> Chunk:
+        if not self._free:
+            self._retire(self._used.popitem(last=False)[1])
+        found = self._free.pop()
+        memory = found.memory.bytes
+        found.arrived = self._lane.submit(lambda: file.fill(chunk, memory))
+        self._used[file.path, chunk] = found
+        return found
+
+    def _retire(self, chunk: Chunk) -> None:
+        with suppress(Exception):  # nobody wanted these bytes
+            chunk.arrived.wait()
+        self._free.append(chunk)
 
 
 class InputFile:
@@ -79,6 +114,10 @@ class InputFile:
             self.close()
             raise
 
+    @property
+    def chunks(self) -> int:
+        return -(-self.nbytes // CHUNK_BYTES)
+
     def header_chunks(self) -> int:
         """How many chunks the header touches, by what its first bytes say."""
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
@@ -87,11 +126,11 @@ class InputFile:
     def read(self, place: TensorPlace, start: int, stop: int, into: torch.Tensor) -> None:
         """Copies bytes ``start`` to ``stop`` of a tensor to ``into`` (uint8, so many bytes)."""
         position, end = place.start + start, place.start + stop
-        done = 0
+        target, done = into.numpy(), 0  # numpy copies on this thread: a team of threads is dear for a few megabytes
         while position < end:
             chunk, inside = divmod(position, CHUNK_BYTES)
             take = min(end - position, CHUNK_BYTES - inside)
-            into[done : done + take].copy_(self._cache.get(self, chunk)[inside : inside + take])
+            target[done : done + take] = self._cache.get(self, chunk)[inside : inside + take]
             position += take
             done += take
 
@@ -106,7 +145,7 @@ class InputFile:
 
     def verify(self) -> None:
         """Reads every chunk."""
-        for chunk in range(-(-self.nbytes // CHUNK_BYTES)):
+        for chunk in range(self.chunks):
             self._cache.get(self, chunk)
 
     def fill(self, chunk: int, memory: torch.Tensor) -> None:
@@ -130,6 +169,7 @@ class InputFile:
             )
 
     def close(self) -> None:
+        self._cache.forget(self)
         for descriptor in (self._descriptor, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)

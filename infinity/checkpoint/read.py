@@ -69,10 +69,11 @@ class Checkpoint:
         """Copies elements from ``start`` of the flattened parameter on into ``into`` (1-D), converting the dtype."""
         dtype = self.manifest.dtype(parameter.unit, kind)
         nbytes = into.numel() * dtype.itemsize
-        if self._scratch.nbytes < nbytes:
+        alike = into.dtype == dtype and into.is_contiguous()
+        if not alike and self._scratch.nbytes < nbytes:
             self._scratch.free()
             self._scratch = HostMemory(nbytes)
-        raw = self._scratch.bytes[:nbytes]
+        raw = into.view(torch.uint8) if alike else self._scratch.bytes[:nbytes]
         unit = self.manifest.units[parameter.unit]
         position, end, done = parameter.start + start, parameter.start + start + into.numel(), 0
         while position < end:
@@ -87,7 +88,8 @@ class Checkpoint:
             file.read(place, first, first + size, raw[done : done + size])
             position += take
             done += size
-        into.copy_(raw.view(dtype))
+        if not alike:
+            into.copy_(raw.view(dtype))
 
     def reader(self, parameter: SavedParameter, kind: StateKind) -> Reader:
         """``read`` of one parameter."""

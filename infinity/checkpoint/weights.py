@@ -176,8 +176,10 @@ def file_reader(file: InputFile, place: TensorPlace) -> Reader:
     size = place.dtype.itemsize
 
     def read(start: int, into: torch.Tensor) -> None:
-        raw = torch.empty(into.numel() * size, dtype=torch.uint8)
+        alike = into.dtype == place.dtype and into.is_contiguous()
+        raw = into.view(torch.uint8) if alike else torch.empty(into.numel() * size, dtype=torch.uint8)
         file.read(place, start * size, start * size + raw.numel(), raw)
-        into.copy_(raw.view(place.dtype))
+        if not alike:
+            into.copy_(raw.view(place.dtype))
 
     return read
