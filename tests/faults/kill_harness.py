@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,7 +52,7 @@ class Figures:
     before_the_first_checkpoint: int = 0
     runs_to_the_end: int = 0
     incomplete_recognised: int = 0
-    steps_at_death: Counter[int] = field(default_factory=Counter)
+    steps_at_death: dict[int, int] = field(default_factory=dict)
     corrupt_accepted: int = 0
     checkpoints_lost: int = 0
     losses_that_differ: int = 0
@@ -96,7 +95,7 @@ def harness(zygote: Zygote, directory: Path, kills: int, seed: int) -> Figures:
         figures.kills += 1
         figures.in_a_save += bool(told) and told[-1][0] == "saving"
         figures.before_the_first_checkpoint += latest_step(checkpoints) == 0
-        figures.steps_at_death[saved] += 1
+        figures.steps_at_death[saved] = figures.steps_at_death.get(saved, 0) + 1
     done = zygote.run(run.code(*OPTIONS, resume=True))
     assert done.code == 0, done.err
     figures.losses_that_differ += losses(run) != expected
