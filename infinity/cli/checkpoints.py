@@ -39,11 +39,15 @@ class RunCheckpoints:
         return int(engine.global_steps)
 
     def is_due(self, step: int) -> bool:
+        if not self._run.keep_last:
+            return False
         every = self._run.checkpoint_every
         return step == self._run.steps or bool(every and step % every == 0)
 
-    def save(self, engine: Any, loader: ByteLoader) -> str:
-        """Saves what there is now, unless that is saved already; returns the path."""
+    def save(self, engine: Any, loader: ByteLoader) -> str | None:
+        """Saves what there is now, unless that is saved already; returns the path, None if nothing is to be kept."""
+        if not self._run.keep_last:
+            return None
         if self._saved is None or self._saved[0] != engine.global_steps:
             client = {"loader": dict(loader.state_dict())}
             path = engine.save_checkpoint(self.directory, client_state=client, keep_last=self._run.keep_last)

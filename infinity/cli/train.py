@@ -225,7 +225,7 @@ class _Run:
             return
         engine.train()
         saved = self._checkpoints.save(engine, self._loader) if steps else None
-        kept = f"{saved} holds them" if saved else "nothing was worth a checkpoint"
+        kept = f"{saved} holds them" if saved else "nothing was saved"
         told = f"after {steps} of {self._config.run.steps} steps; {kept}; the swap files are gone."
         raise Stopped(number, told)
 

@@ -30,8 +30,8 @@ class RunConfig(Block):
     output_dir: Text = "runs/latest"
     checkpoint_every: Natural = 0
     """Steps between checkpoints in ``<output_dir>/checkpoints``; 0 writes one at the end only."""
-    keep_last: Count = 2
-    """Checkpoints that are kept, the newest ones."""
+    keep_last: Natural = 2
+    """Checkpoints that are kept, the newest ones; 0 saves none."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 never evaluates."""
     eval_batches: Count = 8

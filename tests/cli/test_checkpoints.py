@@ -60,6 +60,11 @@ def test_a_run_in_parts_is_the_run_in_one(config: Path, tmp_path: Path) -> None:
     assert run(config, 6, "--resume", str(first), *options)["last_loss"] == whole["last_loss"]
 
 
+def test_none_is_saved_if_none_is_to_be_kept(config: Path, tmp_path: Path) -> None:
+    run(config, 2, "--set", "run.keep_last=0", "--set", "run.checkpoint_every=1", "--resume", "auto")
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
 def test_verify_finds_one_wrong_bit(config: Path, tmp_path: Path) -> None:
     run(config, 2, "--set", "run.checkpoint_every=1")
     folder = tmp_path / "out" / "checkpoints"
