@@ -36,11 +36,13 @@ from infinity.obs.process_memory import AnonymousPeak, status_bytes
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
-def train(config: Config, console: Console, *, with_floor: bool = False, resume: str | None = None) -> Summary:
+def train(
+    config: Config, console: Console, *, with_floor: bool = False, resume: str | None = None, saves: bool = True
+) -> Summary:
     """Train to the last step; ``with_floor`` measures first what torch and the activations cost by themselves.
 
     Writes ``config.resolved.json``, ``metrics.jsonl`` and ``checkpoints/`` to ``run.output_dir``. ``resume``: "auto"
-    or a directory of checkpoints. Raises ``Stopped`` after a signal.
+    or a directory of checkpoints. Without ``saves`` there are none. Raises ``Stopped`` after a signal.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     shape = decoder_config(config)
@@ -51,6 +53,7 @@ def train(config: Config, console: Console, *, with_floor: bool = False, resume:
         try:
             run = _Run(config, shape, shown, stop, rank, world_size, resume)
             floor = run.floor() if with_floor else None
+            run.saves = saves
             run.train()
             return run.summary(memory, floor)
         except KeyboardInterrupt:
@@ -103,6 +106,7 @@ class _Run:
         self._output = Path(config.run.output_dir)
         self._prepare_output()
         self._checkpoints = RunCheckpoints(self._output, config.run, resume)
+        self.saves = True
         seed_everything(config.run.seed)
         self._corpus = Corpus.open(config.run.data)
         sizes = {"batch_size": self._batch.micro_batch_size, "sequence_length": config.run.sequence_length}
@@ -193,7 +197,7 @@ class _Run:
             metrics.write(record.as_json())
             if step == run.steps or (run.eval_every and step % run.eval_every == 0):
                 self._evaluate(engine, metrics, step)
-            if self._checkpoints.is_due(step):
+            if self.saves and self._checkpoints.is_due(step):
                 self._checkpoints.save(engine, self._loader)
         start = time.perf_counter()
         engine.settle()
