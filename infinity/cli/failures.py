@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,8 +36,13 @@ def reported(*, debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug or isinstance(error, typer.Exit):
             raise
-        errors.print(f"error: {_paragraph(error)}", markup=False)
+        errors.print(f"error: {_speaker()}{_paragraph(error)}", markup=False)
         raise typer.Exit(1) from None
+
+
+def _speaker() -> str:
+    """Who of several ranks is talking."""
+    return f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _paragraph(error: Exception) -> str:

@@ -23,7 +23,8 @@ from infinity.stream.grads import GradientSum, GradStream
 
 log = logging.getLogger("infinity")
 
-_HEAD = struct.Struct("<8sii")
+_HEAD = struct.Struct("<ii")
+"""The first unit whose gradient is not finite, its slot: what goes before the parts of the norm."""
 _NOBODY = 1 << 30
 _SUMMED = 2
 """The flag of a slot whose gradient is the sum of several, in fp32."""
@@ -174,11 +175,11 @@ class GradExchange:
         with self._guard:
             parts, culprit = self._own.parts()
         index, slot = (_NOBODY, 0) if culprit is None else self._slots[culprit]
-        words = _HEAD.pack(b"", index, slot) + struct.pack(f"<{len(parts)}d", *parts)
+        words = _HEAD.pack(index, slot) + struct.pack(f"<{len(parts)}d", *parts)
         numbers: list[float] = []
         worst = (_NOBODY, 0)
         for word in self._group.talk("the norm of the gradient", words):
-            _, index, slot = _HEAD.unpack_from(word)
+            index, slot = _HEAD.unpack_from(word)
             worst = min(worst, (index, slot))
             numbers += struct.unpack_from(f"<{(len(word) - _HEAD.size) // 8}d", word, _HEAD.size)
         if worst[0] != _NOBODY:

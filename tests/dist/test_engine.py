@@ -162,6 +162,7 @@ FAULTS = {
     "killed": "if RANK == 1 and step == 1: os.kill(os.getpid(), 9)",
     "an exception in forward": "if RANK == 1 and step == 1: engine.module.layers[2].register_forward_hook(lambda *a: 1 / 0)",
     "a collective on one rank": "if RANK == 1 and step == 1: engine.averaged(1.0)",
+    "a save on one rank": "if RANK == 1 and step == 1: engine.settle(); engine.save_checkpoint(SWAP)",
     "fewer steps": "if RANK == 1 and step == 2: engine.destroy(); threading.Event().wait(1.5); sys.exit(1)",
 }
 
