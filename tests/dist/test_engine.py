@@ -107,6 +107,11 @@ for stage, place in ((0, "none"), (1, "cpu"), (2, "cpu"), (3, "nvme")):
     engine.step()
     for value in engine.state_dict().values():
         same_everywhere(engine, value)
+    engine.settle()
+    report = engine.report()
+    for tier in report["tiers"].values():
+        assert tier["peak_bytes"] <= tier["planned_bytes"]
+    assert report["steady_allocations"] == {"device": 0, "host": 0}
     engine.destroy(restore_parameters=True)
     same = [p.detach().float() for p in model.parameters()]
     assert all(torch.isfinite(p).all() for p in same)
