@@ -66,11 +66,6 @@ def compare(
     return found, difference
 
 
-def parameter_names(unit: Unit, slot: int) -> list[str]:
-    """Every name under which a parameter is known, its own first; a tile is known by its region."""
-    return [f"{path}.{name}" if path else name for path, name in unit.homes[slot]] or [unit.layout.slots[slot].name]
-
-
 class StateWriter:
     """Fills a unit's states on their tiers, window by window, keeping the elements that nobody gives."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from infinity.checkpoint.header import DTYPES
 from infinity.checkpoint.output_file import CHUNK_BYTES
 from infinity.errors import CheckpointError
+from infinity.shard.tiles import Piece, whole_piece
 from infinity.tier import StateKind
 
 MANIFEST = "manifest.json"
@@ -53,14 +55,51 @@ class SavedUnit(Part):
     file: str
 
 
+class SavedTile(Part):
+    """A part ``parameter[low[0]:high[0], low[1]:high[1]]``, row by row, of which ``start`` is the first element."""
+
+    unit: Size
+    start: Size
+    low: Annotated[list[Size], Field(min_length=2, max_length=2)]
+    high: Annotated[list[Size], Field(min_length=2, max_length=2)]
+
+
 class SavedParameter(Part):
-    """Elements ``start`` to ``start + numel`` of its unit's flat buffer, whose shards are in rank order."""
+    """Elements ``start`` to ``start + numel`` of its unit's flat buffer, whose shards are in rank order.
+
+    Of a matrix that was trained in tiles these are the elements of the first one; ``tiles`` are all of them.
+    """
 
     unit: Size
     start: Size
     shape: list[Size]
     steps: Size
     also: list[str]
+    tiles: list[SavedTile] = []
+
+    @property
+    def pieces(self) -> list[tuple[Piece, int]]:
+        """Its tiles, or itself, each with its start in its unit."""
+        shape = tuple(self.shape)
+        if not self.tiles:
+            return [(whole_piece(shape, unit=self.unit), self.start)]
+        return [(Piece("", shape, tile.unit, 0, tuple(tile.low), tuple(tile.high)), tile.start) for tile in self.tiles]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tiles are a grid that covers the matrix, in row-major order."""
+        if not self.tiles:
+            return True
+        rows = list(dict.fromkeys((tile.low[0], tile.high[0]) for tile in self.tiles))
+        columns = list(dict.fromkeys((tile.low[1], tile.high[1]) for tile in self.tiles))
+        if len(rows) * len(columns) != len(self.tiles):
+            return False
+        grid = [((top, left), (bottom, right)) for top, bottom in rows for left, right in columns]
+        return (
+            len(self.shape) == 2
+            and [(tuple(tile.low), tuple(tile.high)) for tile in self.tiles] == grid
+            and all(_is_chain(cuts, size) for cuts, size in zip((rows, columns), self.shape, strict=True))
+        )
 
     @property
     def numel(self) -> int:
@@ -68,6 +107,12 @@ class SavedParameter(Part):
         for size in self.shape:
             numel *= size
         return numel
+
+
+def _is_chain(cuts: list[tuple[int, int]], size: int) -> bool:
+    """Whether each of the ``(low, high)`` begins where the one before ends, from 0 to ``size``."""
+    lows, highs = [low for low, _ in cuts], [high for _, high in cuts]
+    return [*lows, size] == [0, *highs] and all(low < high for low, high in cuts)
 
 
 class RankPart(Part):
@@ -109,10 +154,14 @@ class Manifest(Part):
             if unit.dtype not in DTYPES:
                 found.append(f"units[{index}].dtype is {unit.dtype!r:.40}, which is not known")
         for name, parameter in self.parameters.items():
-            if parameter.unit >= len(self.units):
-                found.append(f"{name} is in unit {parameter.unit} of {len(self.units)}")
-            elif parameter.start + parameter.numel > self.units[parameter.unit].shard_numel * self.world_size:
-                found.append(f"{name} ends behind the end of its unit")
+            if not parameter.is_complete:
+                found.append(f"the tiles of {name} are not all of it, each element once")
+                continue
+            for piece, start in parameter.pieces:
+                if piece.unit >= len(self.units):
+                    found.append(f"{name} is in unit {piece.unit} of {len(self.units)}")
+                elif start + math.prod(piece.tile_shape) > self.units[piece.unit].shard_numel * self.world_size:
+                    found.append(f"{name} ends behind the end of its unit")
         return found
 
     def dtype(self, unit: int, kind: StateKind) -> torch.dtype:

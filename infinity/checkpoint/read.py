@@ -24,9 +24,11 @@ from infinity.checkpoint.manifest import (
     part_name,
     shard_name,
 )
+from infinity.checkpoint.pieces import Sources, piece_reader
 from infinity.checkpoint.save import BUFFERS, checksummed
 from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
+from infinity.shard.tiles import whole_piece
 from infinity.tier import StateKind
 
 MAX_OPEN_FILES = 32
@@ -67,20 +69,36 @@ class Checkpoint:
 
     def read(self, parameter: SavedParameter, kind: StateKind, start: int, into: torch.Tensor) -> None:
         """Copies elements from ``start`` of the flattened parameter on into ``into`` (1-D), converting the dtype."""
-        dtype = self.manifest.dtype(parameter.unit, kind)
+        self.reader(parameter, kind)(start, into)
+
+    def reader(self, parameter: SavedParameter, kind: StateKind) -> Reader:
+        """``read`` of one parameter."""
+        return piece_reader(whole_piece(tuple(parameter.shape)), self.sources(parameter, kind))
+
+    def sources(self, parameter: SavedParameter, kind: StateKind) -> Sources:
+        """Readers of the pieces that a parameter was saved in."""
+
+        def slot(unit: int, first: int) -> Reader:
+            return lambda start, into: self._read_unit(unit, kind, first + start, into)
+
+        return [(piece, slot(piece.unit, start)) for piece, start in parameter.pieces]
+
+    def _read_unit(self, index: int, kind: StateKind, position: int, into: torch.Tensor) -> None:
+        """Copies elements from a position in the flat buffer of the unit ``index`` on."""
+        dtype = self.manifest.dtype(index, kind)
         nbytes = into.numel() * dtype.itemsize
         alike = into.dtype == dtype and into.is_contiguous()
         if not alike and self._scratch.nbytes < nbytes:
             self._scratch.free()
             self._scratch = HostMemory(nbytes)
         raw = into.view(torch.uint8) if alike else self._scratch.bytes[:nbytes]
-        unit = self.manifest.units[parameter.unit]
-        position, end, done = parameter.start + start, parameter.start + start + into.numel(), 0
+        unit = self.manifest.units[index]
+        end, done = position + into.numel(), 0
         while position < end:
             rank, inside = divmod(position, unit.shard_numel)
             take = min(end - position, unit.shard_numel - inside)
             file = self.file(shard_name(unit.file, rank))
-            name = f"{parameter.unit}.{kind.value}"
+            name = f"{index}.{kind.value}"
             place = file.tensors.get(name)
             if place is None or place.dtype != dtype or place.numel != unit.shard_numel:
                 raise CheckpointError(f"{file.path} holds no {dtype} tensor {name} of {unit.shard_numel} elements")
@@ -90,10 +108,6 @@ class Checkpoint:
             done += size
         if not alike:
             into.copy_(raw.view(dtype))
-
-    def reader(self, parameter: SavedParameter, kind: StateKind) -> Reader:
-        """``read`` of one parameter."""
-        return lambda start, into: self.read(parameter, kind, start, into)
 
     def buffer(self, name: str) -> torch.Tensor:
         """A saved buffer."""

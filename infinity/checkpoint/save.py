@@ -26,6 +26,7 @@ from infinity.checkpoint.manifest import (
     RankPart,
     SavedFile,
     SavedParameter,
+    SavedTile,
     SavedUnit,
     part_name,
     shard_name,
@@ -38,7 +39,8 @@ from infinity.device.lane import DONE, Lane, Ticket
 from infinity.errors import StorageError
 from infinity.memory.host import HostMemory
 from infinity.plan.placement import Placement
-from infinity.shard.partition import Unit
+from infinity.shard.partition import Partition, Unit
+from infinity.shard.tiles import Piece
 from infinity.storage.store import Store
 from infinity.tier import StateKind
 
@@ -62,7 +64,7 @@ class Contents:
     rank, ``rank_state`` this rank's own; both are values that ``checkpoint.values`` knows.
     """
 
-    units: Sequence[Unit]
+    partition: Partition
     placement: Placement
     stores: dict[StateKind, Store]
     group: Group
@@ -73,6 +75,10 @@ class Contents:
     config: dict[str, Any]
     plan: str
     step: int
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        return self.partition.units
 
     def kinds(self, unit: Unit) -> list[StateKind]:
         """What is saved of a unit; a 16-bit copy beside a master is the master rounded, so it is not."""
@@ -207,16 +213,23 @@ class _Writer:
             )
             for unit in contents.units
         ]
+        names = contents.partition.names
         parameters = {
-            slot.name: SavedParameter(
-                unit=unit.index,
-                start=slot.offset,
-                shape=list(slot.shape),
-                steps=contents.steps.get((unit.index, number), 0),
-                also=[f"{path}.{name}" if path else name for path, name in unit.homes[number][1:]],
+            name: SavedParameter(
+                unit=pieces[0].unit,
+                start=_start(contents, pieces[0]),
+                shape=list(pieces[0].shape),
+                steps=contents.steps.get((pieces[0].unit, pieces[0].slot), 0),
+                also=names[name][1:],
+                tiles=[
+                    SavedTile(
+                        unit=piece.unit, start=_start(contents, piece), low=list(piece.start), high=list(piece.stop)
+                    )
+                    for piece in pieces
+                    if not piece.is_whole
+                ],
             )
-            for unit in contents.units
-            for number, slot in enumerate(unit.layout.slots)
+            for name, pieces in contents.partition.pieces.items()
         }
         return Manifest(
             format=FORMAT,
@@ -306,6 +319,10 @@ class _Writer:
                 path=os.path.dirname(self._directory),
                 action="Free the difference, save elsewhere, or keep fewer checkpoints",
             )
+
+
+def _start(contents: Contents, piece: Piece) -> int:
+    return contents.units[piece.unit].layout.slots[piece.slot].offset
 
 
 def _grouped(contents: Contents) -> dict[str, list[Unit]]:

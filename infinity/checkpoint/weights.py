@@ -19,8 +19,10 @@ from infinity.checkpoint.header import TensorPlace
 from infinity.checkpoint.input_file import ChunkCache, InputFile
 from infinity.checkpoint.load import Reader, reader_of
 from infinity.checkpoint.manifest import MANIFEST, PLAIN_NAME
+from infinity.checkpoint.pieces import Sources, piece_reader
 from infinity.checkpoint.read import Checkpoint
 from infinity.errors import CheckpointError
+from infinity.shard.tiles import Piece, whole_piece
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -45,7 +47,7 @@ class Weights:
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.owner: dict[str, str] = {}
-        self._readers: dict[str, Reader] = {}
+        self._sources: dict[str, Sources] = {}
         self._open = ExitStack()
         self.name = "the mapping given" if isinstance(source, Mapping) else os.fspath(source)
         try:
@@ -57,9 +59,9 @@ class Weights:
             self.close()
             raise
 
-    def reader(self, name: str) -> Reader:
-        """Copies elements of one value, converting their dtype."""
-        return self._readers[name]
+    def reader(self, name: str, piece: Piece | None = None) -> Reader:
+        """Copies elements of one value, or of a piece of it, converting their dtype."""
+        return piece_reader(piece or whole_piece(self.shapes[name]), self._sources[name])
 
     def without_prefix(self, known: Iterator[str]) -> None:
         """Drops the ``module.`` that a wrapper put before every name, if the model's names have none."""
@@ -70,11 +72,11 @@ class Weights:
             return
         cut = len(prefix)
         self.shapes = {name[cut:]: shape for name, shape in self.shapes.items()}
-        self._readers = {name[cut:]: reader for name, reader in self._readers.items()}
+        self._sources = {name[cut:]: sources for name, sources in self._sources.items()}
         self.owner = {name[cut:]: own[cut:] for name, own in self.owner.items()}
 
     def close(self) -> None:
-        self._readers.clear()
+        self._sources.clear()
         self._open.close()
 
     def __enter__(self) -> Weights:
@@ -92,9 +94,12 @@ class Weights:
             self._add(name, tuple(value.shape), reader_of(value))
 
     def _add(self, name: str, shape: tuple[int, ...], reader: Reader) -> None:
+        self._add_cut(name, shape, [(whole_piece(shape), reader)])
+
+    def _add_cut(self, name: str, shape: tuple[int, ...], sources: Sources) -> None:
         if name in self.shapes:
             raise CheckpointError(f"{self.name} holds {name} more than once")
-        self.shapes[name], self._readers[name] = shape, reader
+        self.shapes[name], self._sources[name] = shape, sources
 
     def _add_path(self, path: Path) -> None:
         if not path.is_dir():
@@ -163,9 +168,9 @@ class Weights:
     def _add_checkpoint(self, path: str) -> None:
         checkpoint = self._open.enter_context(Checkpoint(path))
         for name, parameter in checkpoint.manifest.parameters.items():
-            reader = checkpoint.reader(parameter, checkpoint.value_kind(parameter))
+            sources = checkpoint.sources(parameter, checkpoint.value_kind(parameter))
             for alias in (name, *parameter.also):
-                self._add(alias, tuple(parameter.shape), reader)
+                self._add_cut(alias, tuple(parameter.shape), sources)
                 self.owner[alias] = name
         for name, shape in checkpoint.manifest.buffers.items():
             self._add(name, tuple(shape), reader_of(checkpoint.buffer(name)))

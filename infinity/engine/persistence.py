@@ -21,10 +21,10 @@ from infinity.checkpoint.load import (
     Reader,
     StateWriter,
     compare,
-    parameter_names,
     zeros,
 )
 from infinity.checkpoint.manifest import SavedParameter
+from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.read import Checkpoint
 from infinity.checkpoint.save import Contents, save, together
 from infinity.engine.build import Parts
@@ -33,8 +33,8 @@ from infinity.errors import CheckpointError, ScheduleError, StorageError
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.rules import TorchRule
-from infinity.shard.layout import Slot
 from infinity.shard.partition import Unit
+from infinity.shard.tiles import Piece
 from infinity.tier import StateKind
 
 log = logging.getLogger("infinity")
@@ -76,7 +76,7 @@ def save_checkpoint(
     with training.runtime.alone():
         training.runtime.settle()
         contents = Contents(
-            units=training.parts.partition.units,
+            partition=training.parts.partition,
             placement=training.parts.plan.placement,
             stores=training.parts.homes.slice_stores,
             group=training.parts.group,
@@ -232,13 +232,12 @@ def _generators(training: Training) -> dict[str, Any]:
 
 # How it comes back ----------------------------------------------------------------------------------------------
 
-Matched = dict[tuple[int, int], SavedParameter]
-"""What was saved of each parameter, by unit index with slot number."""
+Matched = dict[tuple[int, int], tuple[Piece, SavedParameter]]
+"""Of which parameter each slot is a piece, with what was saved of it, by unit index with slot number."""
 
 
 def _match(training: Training, checkpoint: Checkpoint, *, strict: bool) -> Matched:
-    names = names_of(training)
-    shapes = {name: slot.shape for name, slot in slots_of(training).items()}
+    names, shapes = training.parts.partition.names, shapes_of(training)
     saved, owner = {}, {}
     for name, parameter in checkpoint.manifest.parameters.items():
         for alias in (name, *parameter.also):
@@ -251,26 +250,17 @@ def _match(training: Training, checkpoint: Checkpoint, *, strict: bool) -> Match
         owner,
     )
     difference.check(checkpoint.path, strict=strict)
-    matched = {}
-    for unit in training.parts.partition.units:
-        for number, slot in enumerate(unit.layout.slots):
-            if slot.name in found:
-                matched[unit.index, number] = checkpoint.manifest.parameters[owner[found[slot.name]]]
-    return matched
-
-
-def slots_of(training: Training) -> dict[str, Slot]:
-    """Each parameter's place in its unit, by its first name."""
-    return {slot.name: slot for unit in training.parts.partition.units for slot in unit.layout.slots}
-
-
-def names_of(training: Training) -> dict[str, list[str]]:
-    """Every name of each parameter, by its first."""
     return {
-        slot.name: parameter_names(unit, number)
-        for unit in training.parts.partition.units
-        for number, slot in enumerate(unit.layout.slots)
+        (piece.unit, piece.slot): (piece, checkpoint.manifest.parameters[owner[found[name]]])
+        for name, pieces in training.parts.partition.pieces.items()
+        if name in found
+        for piece in pieces
     }
+
+
+def shapes_of(training: Training) -> dict[str, tuple[int, ...]]:
+    """Each parameter's shape, by its first name."""
+    return {name: pieces[0].shape for name, pieces in training.parts.partition.pieces.items()}
 
 
 def _check_optimizer(training: Training, checkpoint: Checkpoint, state: Any, matched: Matched, *, strict: bool) -> None:
@@ -289,14 +279,12 @@ def _check_optimizer(training: Training, checkpoint: Checkpoint, state: Any, mat
         )
     if not strict or training.rule is not None:
         return
-    frozen = [
-        unit.layout.slots[number].name
-        for unit in training.parts.partition.units
-        for number in range(len(unit.layout.slots))
-        if unit.trainable
-        and (unit.index, number) in matched
-        and StateKind.EXP_AVG not in checkpoint.kinds(matched[unit.index, number])
-    ]
+    units = training.parts.partition.units
+    frozen = {
+        piece.name: None
+        for piece, parameter in matched.values()
+        if units[piece.unit].trainable and StateKind.EXP_AVG not in checkpoint.kinds(parameter)
+    }
     if frozen:
         raise CheckpointError(
             f"{checkpoint.path} has no optimizer states of {len(frozen)} parameters that were not trained when it was "
@@ -308,8 +296,8 @@ def _load_parameters(training: Training, checkpoint: Checkpoint, matched: Matche
     with state_writer(training) as writer:
         for unit in training.parts.partition.units:
             readers = {
-                number: checkpoint.reader(parameter, checkpoint.value_kind(parameter))
-                for number, parameter in _of_unit(unit, matched)
+                number: piece_reader(piece, checkpoint.sources(parameter, checkpoint.value_kind(parameter)))
+                for number, (piece, parameter) in _of_unit(unit, matched)
             }
             fill(training, writer, unit, value_kinds(training, unit), readers)
 
@@ -341,18 +329,20 @@ def _load_moments(training: Training, checkpoint: Checkpoint, matched: Matched) 
     placement = training.parts.plan.placement
     with state_writer(training) as writer:
         for unit in training.parts.partition.units:
-            for number, parameter in _of_unit(unit, matched):
+            for number, (_, parameter) in _of_unit(unit, matched):
                 training.steps_of[unit.index, number] = parameter.steps
             for kind in MOMENTS:
                 if placement.has(kind, unit):
                     readers = {
-                        number: checkpoint.reader(parameter, kind) if kind in checkpoint.kinds(parameter) else zeros
-                        for number, parameter in _of_unit(unit, matched)
+                        number: piece_reader(piece, checkpoint.sources(parameter, kind))
+                        if kind in checkpoint.kinds(parameter)
+                        else zeros
+                        for number, (piece, parameter) in _of_unit(unit, matched)
                     }
                     fill(training, writer, unit, [kind], readers)
 
 
-def _of_unit(unit: Unit, matched: Matched) -> list[tuple[int, SavedParameter]]:
+def _of_unit(unit: Unit, matched: Matched) -> list[tuple[int, tuple[Piece, SavedParameter]]]:
     slots = range(len(unit.layout.slots))
     return [(number, matched[unit.index, number]) for number in slots if (unit.index, number) in matched]
 
@@ -366,13 +356,11 @@ def _restore(training: Training, state: Any, *, with_optimizer: bool, with_sched
         for group, numbers in zip(training.optimizer.param_groups, state["groups"], strict=True):
             group.update(numbers)
         if training.rule is not None:
-            for unit in training.parts.partition.units:
-                for number in range(len(unit.layout.slots)):
-                    names = parameter_names(unit, number)
-                    saved: dict[str, Any] = next(
-                        (state["torch_optimizer"][n] for n in names if n in state["torch_optimizer"]), {}
-                    )
-                    training.rule.set_state(unit.index, number, saved)
+            partition, states = training.parts.partition, state["torch_optimizer"]
+            names = partition.names
+            for name, (piece, *_) in partition.pieces.items():  # torch's optimizers update whole parameters alone
+                saved: dict[str, Any] = next((states[alias] for alias in names[name] if alias in states), {})
+                training.rule.set_state(piece.unit, piece.slot, saved)
     if with_scheduler and training.lr_scheduler is not None and state["lr_scheduler"] is not None:
         training.lr_scheduler.load_state_dict(state["lr_scheduler"])
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.export import Weight, chosen, write_weights
-from infinity.checkpoint.load import Difference, Reader, StateReader, compare, parameter_names, reader_of
+from infinity.checkpoint.export import WINDOW_BYTES, Weight, chosen, write_weights
+from infinity.checkpoint.load import Difference, Reader, StateReader, compare, reader_of
+from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.save import together
 from infinity.checkpoint.weights import Weights
 from infinity.engine.persistence import (
@@ -17,13 +18,12 @@ from infinity.engine.persistence import (
     changing,
     fill,
     loading,
-    names_of,
     persistent_buffers,
-    slots_of,
+    shapes_of,
     state_writer,
     value_kinds,
 )
-from infinity.shard.partition import Unit
+from infinity.shard.tiles import Piece, whole_piece
 from infinity.tier import StateKind
 
 
@@ -31,19 +31,23 @@ def load_weights(
     training: Training, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], *, strict: bool
 ) -> Difference:
     """Streams weights onto the tiers, fp32 masters included; moments, counters, everything else stay as they are."""
+    partition = training.parts.partition
     with loading(training, strict=strict), Weights(source) as weights:
-        names = names_of(training)
+        names = partition.names
         weights.without_prefix(alias for aliases in names.values() for alias in aliases)
-        shapes = {name: tuple(slot.shape) for name, slot in slots_of(training).items()}
+        shapes = shapes_of(training)
         buffers = persistent_buffers(training.module)
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         names |= {name: [name] for name in buffers}
         found, difference = compare(shapes, names, weights.shapes, weights.owner)
         difference.check(weights.name, strict=strict)
+        given: dict[int, list[Piece]] = {}
+        for piece in (piece for name, pieces in partition.pieces.items() if name in found for piece in pieces):
+            given.setdefault(piece.unit, []).append(piece)
         with changing(training), state_writer(training) as writer:
-            for unit in training.parts.partition.units:
-                own = {number: slot.name for number, slot in enumerate(unit.layout.slots) if slot.name in found}
-                readers = {number: weights.reader(found[name]) for number, name in own.items()}
+            for unit in partition.units:
+                own = given.get(unit.index, ())
+                readers = {piece.slot: weights.reader(found[piece.name], piece) for piece in own}
                 fill(training, writer, unit, value_kinds(training, unit), readers)
             for name, buffer in buffers.items():
                 if name in found:
@@ -86,31 +90,33 @@ def _weights(
     training: Training, reader: StateReader, wanted: torch.dtype | None, *, trainable_only: bool
 ) -> Iterator[Weight]:
     tied = set(getattr(training.module, "_tied_weights_keys", None) or ())
-    for unit in training.parts.partition.units:
+    partition = training.parts.partition
+    names = partition.names
+    for first, pieces in partition.pieces.items():
+        unit = partition.units[pieces[0].unit]
         if trainable_only and not unit.trainable:
             continue
-        for number, slot in enumerate(unit.layout.slots):
-            names = parameter_names(unit, number)
-            name = next((name for name in names if name not in tied), names[0])
-            floating = unit.layout.dtype.is_floating_point
-            dtype = unit.layout.dtype if wanted is None or not floating else wanted
-            kind = StateKind.PARAM if dtype == unit.layout.dtype else value_kinds(training, unit)[0]
-            read = reader.reader(unit, number, kind)
-            if training.parts.homes.unit(kind, unit.index) is not unit:
-                read = _gathered(training, unit, number, kind)
-            yield Weight(name, slot.shape, dtype, read)
+        name = next((name for name in names[first] if name not in tied), first)
+        floating = unit.layout.dtype.is_floating_point
+        dtype = unit.layout.dtype if wanted is None or not floating else wanted
+        kind = StateKind.PARAM if dtype == unit.layout.dtype else value_kinds(training, unit)[0]
+        sources = [(piece, _slot(training, reader, piece, kind)) for piece in pieces]
+        yield Weight(name, pieces[0].shape, dtype, piece_reader(whole_piece(pieces[0].shape), sources))
     if not trainable_only:
         for name, buffer in persistent_buffers(training.module).items():
             yield Weight(name, tuple(buffer.shape), buffer.dtype, reader_of(buffer.detach().cpu()))
 
 
-def _gathered(training: Training, unit: Unit, slot: int, kind: StateKind) -> Reader:
-    """Reads a parameter of which ranks have slices: gathers the whole of it when its first element is asked for."""
+def _slot(training: Training, reader: StateReader, piece: Piece, kind: StateKind) -> Reader:
+    """Reads the slot of a piece; where ranks have slices of it, gathers all when the first element is asked for."""
+    unit, homes = training.parts.partition.units[piece.unit], training.parts.homes
+    if homes.unit(kind, unit.index) is unit:
+        return reader.reader(unit, piece.slot, kind)
     held: list[torch.Tensor] = []
 
     def read(start: int, into: torch.Tensor) -> None:
         if start == 0:
-            held[:] = [training.parts.homes.read(kind, unit.index, slot).view(-1)]
+            held[:] = [homes.read(kind, unit.index, piece.slot).view(-1)]
         into.copy_(held[0][start : start + into.numel()])
         if start + into.numel() == held[0].numel():
             held.clear()
@@ -119,7 +125,8 @@ def _gathered(training: Training, unit: Unit, slot: int, kind: StateKind) -> Rea
 
 
 def _only_gather(weights: Iterable[Weight]) -> None:
-    """What ranks that do not write do meanwhile: their part of each gather."""
+    """What ranks that do not write do meanwhile: their part of each gather, in the order in which the writer asks."""
     for weight in weights:
-        if weight.numel:
-            weight.read(0, torch.empty(weight.numel, dtype=weight.dtype))
+        piece = WINDOW_BYTES // weight.dtype.itemsize
+        for start in range(0, weight.numel, piece):
+            weight.read(start, torch.empty(min(piece, weight.numel - start), dtype=weight.dtype))

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.shard.layout import FlatLayout, flat_layout
-from infinity.shard.tiles import WHOLE, Piece, Splits, TiledMatrix, splits_for, tiles_of
+from infinity.shard.tiles import WHOLE, Piece, Splits, TiledMatrix, splits_for, tiles_of, whole_piece
 
 LARGE_LEAF_NUMEL = 1 << 16
 """A childless module outside every block that owns at least this many parameters is a unit of its own."""
@@ -61,12 +61,24 @@ class Partition:
         """Every parameter by the name its user knows, with the places where its elements are; tied ones once."""
         tiles = {(piece.unit, piece.slot) for matrix in self.tiled for piece in matrix.pieces}
         found = {
-            slot.name: (Piece(slot.name, slot.shape, unit.index, number, (0,) * len(slot.shape), slot.shape),)
+            slot.name: (whole_piece(slot.shape, slot.name, unit.index, number),)
             for unit in self.units
             for number, slot in enumerate(unit.layout.slots)
             if (unit.index, number) not in tiles
         }
         return found | {matrix.name: matrix.pieces for matrix in self.tiled}
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Every name of each parameter, by its own, which is the first."""
+        cut = {piece.unit for matrix in self.tiled for piece in matrix.pieces}
+        whole = [unit for unit in self.units if unit.index not in cut]
+        homes = {slot.name: homes for unit in whole for slot, homes in zip(unit.layout.slots, unit.homes, strict=True)}
+        homes |= {matrix.name: matrix.homes for matrix in self.tiled}
+        return {
+            name: [f"{path}.{attribute}" if path else attribute for path, attribute in places]
+            for name, places in homes.items()
+        }
 
     @property
     def parameters(self) -> int:

@@ -47,6 +47,13 @@ class Piece:
         """What ``parameter[piece.region]`` is indexed with."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
+    def position(self, at: int) -> int:
+        """Where in the flat parameter element ``at`` of the slot is; greater ones are further on."""
+        if len(self.shape) != 2:
+            return at
+        row, column = divmod(at, self.stop[1] - self.start[1])
+        return (self.start[0] + row) * self.shape[1] + self.start[1] + column
+
     def runs(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int, int]]:
         """``(position in the flat parameter, position in the slot, elements)`` of each contiguous stretch, in order.
 
@@ -63,6 +70,11 @@ class Piece:
             first, last = max(start, low), min(start + right - left, high)
             if first < last:
                 yield first, number * (right - left) + first - start, last - first
+
+
+def whole_piece(shape: tuple[int, ...], name: str = "", unit: int = 0, slot: int = 0) -> Piece:
+    """All of a parameter."""
+    return Piece(name, shape, unit, slot, (0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)

@@ -138,3 +138,79 @@ def test_a_rank_that_cannot_write_ends_the_save_for_all(launcher: Launcher, tmp_
     told = launcher.succeed(2, f"ROOT, PLACES = {str(tmp_path)!r}, {places!r}\n{CODE}{FAILING}")
     assert "rank 1 could not do its part: cannot make durable" in told[0]
     assert "No space left on device" in told[1]
+
+
+TILED = """
+import infinity
+from safetensors.torch import load_file
+
+def state(engine):
+    found = engine.state_dict()
+    del found["seen"]
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[f"{name} {kind}"] = infinity.get_full_optimizer_state(parameter, kind)
+    return found
+
+def cut(place, tile_bytes):
+    made = config(place)
+    if tile_bytes:
+        made["infinity"]["tile_bytes"] = tile_bytes
+    return engine_of(made, Model(width=160, layers=1, dropout=0.0))
+
+def check(found, name):
+    known = torch.load(Path(ROOT) / name, weights_only=True)
+    assert found.keys() <= known.keys()
+    assert [key for key, value in found.items() if not known[key].equal(value)] == []
+"""
+TILED_SAVE = """
+with cut(mine[0], 6000) as engine:
+    sliced = [unit.unit for unit in engine._runtime.units if unit.unit.layout.used_numel > unit.unit.layout.shard_numel]
+    assert len(sliced) > 30, len(sliced)
+    train(engine, 0, 2)
+    engine.save_checkpoint(Path(ROOT) / "ckpt", "tiled")
+    engine.save_pretrained(Path(ROOT) / "out", max_shard_bytes=100_000)
+    found = state(engine)
+    if RANK == 0:
+        torch.save(found, Path(ROOT) / "saved.pt")
+"""
+TILED_RESUME = """
+with cut(mine[0], None) as engine:
+    engine.load_checkpoint(Path(ROOT) / "ckpt", "tiled")
+    assert engine.global_steps == 2
+    check(state(engine), "saved.pt")
+    weights = {}
+    for file in (Path(ROOT) / "out").glob("*.safetensors"):
+        weights |= load_file(file)
+    weights["head.weight"] = weights["embedding.weight"]
+    Model(width=160, layers=1).load_state_dict(weights, strict=True)
+    assert [key for key, value in weights.items() if not engine.state_dict()[key].to(value.dtype).equal(value)] == []
+    train(engine, 2, 3)
+    engine.save_checkpoint(Path(ROOT) / "ckpt", "whole")
+    torch.save(state(engine), Path(ROOT) / "whole.pt")
+"""
+TILED_BACK = """
+with cut(mine[0], 20_000) as engine:
+    engine.load_checkpoint(Path(ROOT) / "ckpt", "whole")
+    check(state(engine), "whole.pt")
+    engine.load_weights(Path(ROOT) / "ckpt" / "tiled")
+    check({name: value for name, value in state(engine).items() if " " not in name}, "saved.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        "2 ranks, stage 3, nvme",
+        pytest.param("2 ranks, stage 1, optimizer nvme", marks=pytest.mark.slow),
+        pytest.param("4 ranks, stage 3, cpu, optimizer nvme", marks=pytest.mark.slow),
+    ],
+)
+def test_tiles_on_ranks_are_taken_up_whole_by_one(launcher: Launcher, tmp_path: Path, several: str) -> None:
+    places = {name: PLACES[name] for name in ("1 rank, stage 3, nvme", several)}
+    head = f"ROOT, PLACES = {str(tmp_path)!r}, {places!r}\n{CODE}{TILED}"
+    ranks = PLACES[several][0]
+    launcher.succeed(ranks, head + TILED_SAVE)
+    launcher.succeed(1, head + TILED_RESUME)
+    launcher.succeed(ranks, head + TILED_BACK)
