@@ -197,7 +197,7 @@ def zeros(start: int, into: torch.Tensor) -> None:
 
 def copied(into: torch.Tensor, source: torch.Tensor) -> None:
     """Copies 1-D values; those of one dtype on this thread alone, as a team of threads is dear for a few megabytes."""
-    if into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous() and source.is_cpu:
+    if into.dtype == source.dtype and into.stride() == source.stride() == (1,) and source.is_cpu:
         into.view(torch.uint8).numpy()[:] = source.view(torch.uint8).numpy()
     else:
         into.copy_(source)
