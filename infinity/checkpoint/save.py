@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -51,7 +52,11 @@ FILE_BYTES = 1 << 30
 """Units that follow each other share a file up to this size."""
 
 WINDOW_BYTES = 8 << 20
-"""Bytes on their way from a swap file to the checkpoint, twice."""
+"""Bytes on their way from a swap file to the checkpoint, in each of a few windows."""
+
+READ_AHEAD = 1
+WINDOWS = READ_AHEAD + 2
+"""Those that are read into, one whose checksum is taken, one that is written."""
 
 SAVED_KINDS = (StateKind.PARAM, StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
 
@@ -91,7 +96,7 @@ class Contents:
 def save(folder: Folder, tag: str, contents: Contents, keep_last: int | None = None) -> str:
     """Writes the checkpoint ``tag``; returns its directory when it is complete on disk.
 
-    Nothing in ``contents`` may change meanwhile. Extra memory: two windows. Raises ``StorageError`` for a file that
+    Nothing in ``contents`` may change meanwhile. Extra memory: three windows. Raises ``StorageError`` for a file that
     could not be written, in which case earlier checkpoints are as they were.
     """
     start, group = time.perf_counter(), contents.group
@@ -258,18 +263,22 @@ class _Writer:
             for unit, kind in members
         ]
         file = self._open(name, tensors)
+        ahead: deque[tuple[_Window, torch.Tensor]] = deque()
         for unit, kind in members:
             store, nbytes = contents.stores[kind], contents.placement.nbytes(kind, unit)
             home = store.resident(unit.index)
-            if home is not None:
-                for start in range(0, nbytes, WINDOW_BYTES):
-                    file.append(home[start : min(start + WINDOW_BYTES, nbytes)])
-                continue
             for start in range(0, nbytes, WINDOW_BYTES):
+                length = min(WINDOW_BYTES, nbytes - start)
+                if home is not None:
+                    _drain(file, ahead, 0)
+                    file.append(home[start : start + length])
+                    continue
                 window = self._window()
-                piece = window.memory.bytes[: min(WINDOW_BYTES, nbytes - start)]
-                store.read(unit.index, start, piece).wait()
-                window.busy = file.append(piece)
+                piece = window.memory.bytes[:length]
+                window.busy = store.read(unit.index, start, piece)
+                ahead.append((window, piece))
+                _drain(file, ahead, READ_AHEAD)
+        _drain(file, ahead, 0)
         self._ends.append(file.finish())
 
     def _write_tensors(self, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -286,8 +295,8 @@ class _Writer:
         return file
 
     def _window(self) -> _Window:
-        """The one of two windows that was used longer ago, when its bytes are written."""
-        if len(self._windows) < 2:
+        """The window that was used longest ago, when its bytes are written."""
+        if len(self._windows) < WINDOWS:
             self._windows.append(_Window(HostMemory(WINDOW_BYTES)))
             return self._windows[-1]
         window = self._windows.pop(0)
@@ -319,6 +328,14 @@ class _Writer:
                 path=os.path.dirname(self._directory),
                 action="Free the difference, save elsewhere, or keep fewer checkpoints",
             )
+
+
+def _drain(file: OutputFile, ahead: deque[tuple[_Window, torch.Tensor]], left: int) -> None:
+    """Passes on what was read first, until ``left`` reads are under way."""
+    while len(ahead) > left:
+        window, piece = ahead.popleft()
+        window.busy.wait()
+        window.busy = file.append(piece)
 
 
 def _start(contents: Contents, piece: Piece) -> int:

@@ -44,4 +44,5 @@ class HostMemory:
     def free(self) -> None:
         """Gives the pages back to the system; every view of this memory reads as zero afterwards."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(OSError):  # in a child made by fork there are none
+            self._mapping.madvise(mmap.MADV_DONTNEED)
