@@ -5,7 +5,8 @@
 Every round writes one file of the checkpoint's size with large direct writes from memory on huge pages, then saves the
 same states, in alternation, because disks drift. The figure is the ratio of the two rates; removing old files is not
 timed of either. States on NVMe are read from the disk that they are written to, so half of its rate is all there is.
-Loading is measured beside reading such a file. Memory is what the process takes on top of what it had before (anonymous, sampled).
+Loading is measured beside reading such a file. Memory is what the process takes on top of what it had before
+(anonymous, sampled).
 """
 
 from __future__ import annotations
