@@ -14,6 +14,7 @@ from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.steps import Steps
 from infinity.optim.updater import UnitUpdate
 from infinity.stream.consumed import REMEDY, ConsumedGradStream
+from infinity.tier import StateKind, Tier
 
 
 class Updates(Protocol):
@@ -74,9 +75,13 @@ class InBackward:
         self._optimizer = weakref.ref(optimizer)  # which knows the engine, which must be free to go
         self._begun: dict[int, UnitUpdate] = {}
         self._order: list[int] = []
+        # Then the next forward can begin while updates that it needs later are still to come. Where units take turns
+        # in a few slabs, though, backward waits for the update that was begun first.
+        self._soonest_first = parts.plan.placement[StateKind.GRAD] is not Tier.NVME
         grads.consume = self._consume
 
     def begin(self, grad_scale: float) -> dict[int, Ticket]:
+        self._parts.updater.reorder(self._order or self._parts.params.forward_order())
         self._order = []
         for index in self._grads.taken():
             update = self._begun.pop(index, None)
@@ -94,9 +99,9 @@ class InBackward:
             return None
         self._begun[index] = update
         ticket = self._parts.updater.start([update])[index]
-        # Soonest needed first, so that the next forward can begin while updates that it needs later are still to come.
-        self._order = self._order or self._parts.params.forward_order()
-        self._parts.updater.reorder(self._order)
+        if self._soonest_first:
+            self._order = self._order or self._parts.params.forward_order()
+            self._parts.updater.reorder(self._order)
         self._units[index].generation += 1
         self._parts.params.begin_update(index, ticket)
         return ticket
