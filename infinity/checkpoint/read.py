@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import OrderedDict
 from typing import Any
 
@@ -43,7 +44,9 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         manifest_path = os.path.join(path, MANIFEST)
-        self.manifest = parse(Manifest, read_file(manifest_path, MAX_MANIFEST_BYTES), manifest_path)
+        written = read_file(manifest_path, MAX_MANIFEST_BYTES)
+        self.checksum = zlib.crc32(written)
+        self.manifest = parse(Manifest, written, manifest_path)
         self._cache = ChunkCache()
         self._files: OrderedDict[str, InputFile] = OrderedDict()
         self._scratch = HostMemory(0)

@@ -174,6 +174,12 @@ class _Writer:
     def write_rank(self) -> int:
         """Writes the files of this rank; returns their bytes."""
         contents = self._contents
+        if not os.path.isdir(self._directory):
+            raise StorageError(
+                "rank 0 did not make",
+                path=self._directory,
+                action="Give all ranks one directory that all see, one tag",
+            )
         shards = self._shards = _grouped(contents)
         if self._rank == 0:
             self._state = values.encode(contents.state, "state", self._put("state"))

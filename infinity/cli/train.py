@@ -26,6 +26,7 @@ from infinity.cli.measure import StepMeter, tier_use
 from infinity.cli.progress import Heading, LogLines, Shown, open_progress
 from infinity.cli.signals import StopRequest
 from infinity.cli.summary import ProcessMemory, Summary
+from infinity.comm import rank_expected, ranks_expected
 from infinity.config import Config
 from infinity.data import ByteLoader, Corpus, evaluation_batches
 from infinity.errors import ConfigError, StorageError
@@ -44,7 +45,7 @@ def train(
     Writes ``config.resolved.json``, ``metrics.jsonl`` and ``checkpoints/`` to ``run.output_dir``. ``resume``: "auto"
     or a directory of checkpoints. Without ``saves`` there are none. Raises ``Stopped`` after a signal.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = rank_expected(), ranks_expected()
     shape = decoder_config(config)
     if rank:
         console = Console(quiet=True)

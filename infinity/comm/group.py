@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 
 from infinity.comm.lane import CommLane
-from infinity.comm.transport import Transport, ranks_expected
+from infinity.comm.transport import Transport, launched, ranks_expected
 from infinity.device.lane import DONE, Ticket
 from infinity.obs.ledger import Ledger
 
@@ -90,8 +89,8 @@ class Ranks(Group):
     def __init__(self, timeout_seconds: float, ledger: Ledger, delay: Callable[[], None] | None) -> None:
         transport = Transport(timeout_seconds)
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", str(self.rank % self.local_world_size)))
+        ranks = self.local_world_size = launched("LOCAL_WORLD_SIZE", self.world_size, 1, self.world_size)
+        self.local_rank = launched("LOCAL_RANK", self.rank % ranks, 0, ranks - 1)
         self.lane = CommLane(transport, timeout_seconds, ledger, delay)
         self.talk = self.lane.talk  # type: ignore[method-assign]
         self.broadcast = self.lane.broadcast  # type: ignore[method-assign]

@@ -104,7 +104,7 @@ class CommLane:
         contiguous = tensor.detach().contiguous()
         flat = contiguous.view(-1).view(torch.uint8)
         self.pieces(name, [flat if rank == source else flat[:0] for rank in range(len(self._peers) + 1)])
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() and not torch.equal(tensor, contiguous):  # an expanded one cannot be written to
             tensor.detach().copy_(contiguous)
 
     def pieces(self, name: str, pieces: Sequence[torch.Tensor]) -> None:

@@ -68,20 +68,34 @@ def ranks_expected() -> int:
     """How many ranks the process group, or else the launcher's environment, speaks of."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launched("WORLD_SIZE", 1, 1, None)
 
 
 def rank_expected() -> int:
     """This process's rank, as far as it is known before ranks have met."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0")) if ranks_expected() > 1 else 0
+    ranks = ranks_expected()
+    return launched("RANK", 0, 0, ranks - 1) if ranks > 1 else 0
+
+
+def launched(name: str, default: int, low: int, high: int | None) -> int:
+    """A number from ``low`` to ``high`` that a launcher has put into the environment; what is empty is not there."""
+    word = os.environ.get(name) or str(default)
+    if word.strip().isdecimal() and low <= int(word) and (high is None or int(word) <= high):
+        return int(word)
+    expected = f"a whole number from {low} on" if high is None else f"a whole number from {low} to {high}"
+    raise ConfigError(
+        f"the environment variable {name} is {word!r}; expected {expected}. Start the program with torchrun "
+        "--nproc_per_node N, or unset what another launcher has left (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)"
+    )
 
 
 def _join_process_group(limit: timedelta) -> None:
     if dist.is_initialized():
         return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    rank_expected()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the program with "

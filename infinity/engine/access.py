@@ -59,7 +59,7 @@ def get_full_param(parameter: torch.Tensor) -> torch.Tensor:
 def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Replaces the parameter's value, its fp32 master included. ``value`` has its shape, any floating dtype.
 
-    With several ranks all call it, with the same value.
+    With several ranks all call it; the value that rank 0 gives is taken.
     """
     owner = _owner(parameter)
     assert isinstance(parameter, LentParameter)
@@ -67,6 +67,14 @@ def set_full_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise ValueError(
             f"{parameter._name} has shape {tuple(parameter.shape)}; the value given has {tuple(value.shape)}"
         )
+    if owner.homes.group.world_size > 1:
+        common = torch.float64 if value.is_floating_point() else parameter.dtype
+        value = value.detach().to("cpu", common, copy=True)
+        owner.homes.group.broadcast(f"the value of {parameter._name}", value, 0)
+    _set(owner, parameter, value)
+
+
+def _set(owner: Runtime, parameter: LentParameter, value: torch.Tensor) -> None:
     tiles = parameter._pieces if isinstance(parameter, TiledParameter) else ()
     regions = [piece.region for piece in tiles] or [()]
     with owner.alone(), torch.no_grad(), owner.watched():
@@ -123,21 +131,29 @@ def gathered(
         yield
         return
     owner = _owner(offloaded[0])
+    group = owner.homes.group
+    if modifier_rank is not None and group.world_size > 1 and not 0 <= modifier_rank < group.world_size:
+        raise ValueError(f"modifier_rank is {modifier_rank}; expected a rank from 0 to {group.world_size - 1}")
     owner.settle()
     values = [nn.Parameter(_read(p, StateKind.PARAM), requires_grad=p.requires_grad) for p in offloaded]
     pairs = list(zip(offloaded, values, strict=True))
+    versions = {placeholder: value._version for placeholder, value in pairs}
     tiled = {p: value for p, value in pairs if isinstance(p, TiledParameter)}
     whole = {p: value for p, value in pairs if not isinstance(p, TiledParameter)}
     with owner.shown(list(whole), list(whole.values())), gathered_tiles(tiled):
         yield
-    group = owner.homes.group
     for placeholder, value in zip(offloaded, values, strict=True):
         if group.world_size > 1:
             if modifier_rank is None:
+                if value._version != versions[placeholder]:
+                    raise OffloadedError(
+                        f"{placeholder._name} was changed inside infinity.gathered, but with {group.world_size} ranks "
+                        "changes are kept only of the rank that modifier_rank names; pass modifier_rank=0"
+                    )
                 continue
             group.broadcast(f"the value of {placeholder._name}", value, modifier_rank)
         if not torch.equal(_read(placeholder, StateKind.PARAM), value):
-            set_full_param(placeholder, value.detach())
+            _set(owner, placeholder, value.detach())
 
 
 def full_state(module: nn.Module, owner: Runtime) -> Iterator[tuple[str, torch.Tensor]]:

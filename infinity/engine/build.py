@@ -207,7 +207,7 @@ def _build(
         moments=moments,
         local_ranks=group.local_world_size,
     )
-    check_alike(group, config, found, plan, moments=moments)
+    check_alike(group, model, config, found, plan, moments=moments)
     _check_update_in_backward(config, group.world_size, moments=moments)
     threads = config.infinity.adam_threads
     kernels = open_kernels(config.infinity.isa, share_of_threads(group) if threads == "auto" else threads)

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -22,6 +23,7 @@ from infinity.engine import layer_major
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
 from infinity.engine.keeping import Keeping
+from infinity.engine.ranks import numbers_of_step
 from infinity.engine.runtime import Runtime
 from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
@@ -71,6 +73,7 @@ class Engine(Keeping):
         self._guard = NonFiniteGuard(parts.config.infinity.non_finite_limit)
         self._batch = parts.config.resolve_batch(parts.group.world_size)
         self.steps = Steps(group_of)
+        self._members = zlib.crc32(repr(sorted(group_of.items())).encode())
         self.updates: Updates
         self._norm: float | None = None
         self._applied = False
@@ -169,7 +172,7 @@ class Engine(Keeping):
     def _step(self) -> None:
         assert self.optimizer is not None
         grads, scale = self._parts.grads, self._scaler.scale
-        total = grads.total()
+        total = grads.total(self._numbers())
         self._note_traffic()
         self._norm = math.sqrt(total.squared) / scale if total.finite else math.inf
         self.global_steps += 1
@@ -195,6 +198,19 @@ class Engine(Keeping):
         self._applied = True
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers warn if they step before the optimizer
         self._synchronise_scale()
+
+    def _numbers(self) -> bytes:
+        """What all ranks must step with; nothing where there is but one."""
+        if self._parts.group.world_size == 1:
+            return b""
+        assert self.optimizer is not None
+        facts = {
+            "members of parameter groups": self._members,
+            "gradient_clipping": self.config.gradient_clipping,
+            "the loss scale": self._scaler.scale,
+            "engine.global_steps": self.global_steps,
+        }
+        return numbers_of_step(self.optimizer, facts)
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""

@@ -290,7 +290,19 @@ def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, pa
     if data is None:
         return None
     size = config.resolve_batch(parts.group.world_size).micro_batch_size
-    if parts.group.world_size > 1 and not isinstance(data, IterableDataset):
+    ranks = parts.group.world_size
+    if ranks > 1 and isinstance(data, IterableDataset):
+        log.warning(
+            "training_data is an IterableDataset: each of %d ranks iterates over all of it, so let it give each rank "
+            "samples of its own",
+            ranks,
+        )
+    elif ranks > 1:
+        if len(data) < size * ranks:
+            raise ConfigError(
+                f"training_data has {len(data)} samples, too few for one batch of {size} on each of {ranks} ranks; "
+                "give more, or lower train_micro_batch_size_per_gpu"
+            )
         shared = SharedBatches(data, size, parts.group)
         return DataLoader(data, batch_sampler=shared, collate_fn=collate_fn)
     shuffle = not isinstance(data, IterableDataset)

@@ -67,6 +67,7 @@ class Keeping:
         """
         self._runtime.check()
         persistence.check_boundary(self.micro_steps, self.gradient_accumulation_steps)
+        self._parts.grads.check_whole("save_checkpoint")
         return persistence.save_checkpoint(self._training(), directory, tag, client_state, keep_last)
 
     def load_checkpoint(
@@ -111,6 +112,7 @@ class Keeping:
         DeepSpeed's ``zero_to_fp32`` output, a checkpoint, or a mapping. Raises ``CheckpointError`` with every name that
         does not fit before anything is changed; not strict, for wrong shapes alone.
         """
+        self._parts.grads.check_whole("load_weights")
         difference = weights.load_weights(self._training(), source, strict=strict)
         return difference.missing, difference.unexpected
 
@@ -127,6 +129,7 @@ class Keeping:
         weights out, as for adapters. A model of transformers gets its config written too.
         """
         self._runtime.check()
+        self._parts.grads.check_whole("save_pretrained")
         return weights.save_pretrained(
             self._training(), directory, max_shard_bytes, dtype, trainable_only=trainable_only
         )

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from infinity.checkpoint.manifest import SavedParameter
 from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.read import Checkpoint
 from infinity.checkpoint.save import Contents, save, together
+from infinity.comm import Group
 from infinity.engine.build import Parts
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ScheduleError, StorageError
@@ -105,13 +106,16 @@ def load_checkpoint(
     """Puts a checkpoint onto the tiers; returns its directory with the client state."""
 
     def load() -> tuple[str, dict[str, Any]]:
-        with Checkpoint(Folder(directory).find(tag)) as checkpoint:
+        with ExitStack() as stack:
+            checkpoint = _found(training.parts.group, directory, tag, stack)
             state = checkpoint.state()
             own = checkpoint.rank_state(training.parts.group.rank)
             matched = _match(training, checkpoint, strict=strict)
             with_optimizer = optimizer_states and not module_only and training.optimizer is not None
             if with_optimizer:
                 _check_optimizer(training, checkpoint, state, matched, strict=strict)
+            else:
+                training.parts.grads.check_whole("load_checkpoint without optimizer states")
             with changing(training):
                 _load_parameters(training, checkpoint, matched)
                 if with_optimizer:
@@ -130,6 +134,23 @@ def load_checkpoint(
 
     with loading(training, strict=strict):
         return together(training.parts.group, "the loading of a checkpoint", load)
+
+
+def _found(group: Group, directory: str | os.PathLike[str], tag: str | None, stack: ExitStack) -> Checkpoint:
+    """The checkpoint, opened until ``stack`` ends; it must be one for all ranks."""
+    name = "the finding of a checkpoint"
+    checkpoint = together(group, name, lambda: stack.enter_context(Checkpoint(Folder(directory).find(tag))))
+    told = f"{checkpoint.checksum:08x} {checkpoint.path} (step {checkpoint.manifest.step})"
+    words = [
+        word.decode(errors="replace").split(" ", 1) for word in group.talk("which checkpoint it is", told.encode())
+    ]
+    for rank, (checksum, what) in enumerate(words):
+        if checksum != words[0][0]:
+            raise CheckpointError(
+                f"rank {rank} would load {what}, but rank 0 {words[0][1]}, which is another one. Give all ranks one "
+                "directory that all see, one tag"
+            )
+    return checkpoint
 
 
 def value_kinds(training: Training, unit: Unit) -> list[StateKind]:
@@ -168,7 +189,7 @@ def changing(training: Training) -> Iterator[None]:
         for bound in training.runtime.units:
             bound.generation += 1
         training.parts.params.drop_all()
-        training.parts.grads.reset()
+        training.parts.grads.forget()
 
 
 class HalfLoaded(StorageError):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.comm import Group
 from infinity.config import Config
@@ -53,7 +54,7 @@ def on_own_cores(group: Group) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def check_alike(group: Group, config: Config, found: Partition, plan: Plan, *, moments: bool) -> None:
+def check_alike(group: Group, model: nn.Module, config: Config, found: Partition, plan: Plan, *, moments: bool) -> None:
     """Raises on every rank if one has another model or config than rank 0."""
     shapes = [(unit.name, str(unit.layout), unit.trainable) for unit in found.units]
     kinds = {kind.value: tier.value for kind, tier in plan.placement.tiers.items()}
@@ -61,6 +62,7 @@ def check_alike(group: Group, config: Config, found: Partition, plan: Plan, *, m
     facts = {
         "zero_optimization.stage": stage,
         "units": shapes,
+        "buffers": [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in model.named_buffers()],
         "placement": kinds,
         "batch sizes": str(config.resolve_batch(group.world_size)),
         "slabs": (plan.param_slabs, plan.collection_slabs, config.infinity.prefetch_units),
@@ -78,6 +80,21 @@ def check_alike(group: Group, config: Config, found: Partition, plan: Plan, *, m
             "optimizer: torch's optimizers need whole parameters, so with several ranks they run at "
             "zero_optimization.stage 0 only; use Adam or AdamW, or stage 0"
         )
+
+
+def numbers_of_step(optimizer: torch.optim.Optimizer, facts: Mapping[str, object]) -> bytes:
+    """What an update depends on beside gradients, for the comparison among ranks: JSON, an object."""
+    numbers = {
+        f"param_groups[{number}].{name}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+    def plain(value: object) -> object:
+        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
+
+    return json.dumps({**numbers, **facts}, default=plain).encode()
 
 
 def shared_units(partition: Partition) -> set[int]:

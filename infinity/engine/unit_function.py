@@ -311,7 +311,7 @@ class Call:
         """Remembers which values this forward saw; its backward will deposit gradients for what it was lent."""
         runtime = self.entry.runtime
         self._generations = {index: runtime.units[index].generation for index in frame.used}
-        self.lent = tuple(frame.own)
+        self.lent = tuple(frame.used if self.recompute else frame.own)  # calls in a kept graph speak for themselves
         runtime.grads.begin(self, self.lent)
 
     def end(self, *, again: bool) -> None:

@@ -90,8 +90,8 @@ class ConsumedGradStream(GradStream):
     def open_for_long(self) -> Iterator[None]:
         yield
 
-    def total(self) -> GradientSum:
-        found = super().total()
+    def total(self, numbers: bytes = b"") -> GradientSum:
+        found = super().total(numbers)
         for calls in self._calls.values():
             calls.clear()
         return found
@@ -108,6 +108,19 @@ class ConsumedGradStream(GradStream):
         for index in self._begun:
             self._refuse(index, "cannot be dropped any more")
         super().reset()
+
+    def forget(self) -> None:
+        for calls in self._calls.values():
+            calls.clear()
+        self._begun.clear()
+        super().forget()
+
+    def check_whole(self, what: str) -> None:
+        if self._begun:
+            raise ScheduleError(
+                f"{what} was called between backward(), which has updated {len(self._begun)} units, and step(): "
+                f"weights are in the middle of a step. Call step() first, load a whole checkpoint, or {REMEDY}"
+            )
 
     def taken(self) -> list[int]:
         """The units whose update was begun in this step, which is over now."""

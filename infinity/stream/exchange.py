@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import struct
@@ -16,6 +18,7 @@ import torch
 from infinity._native.cpu_adam import Kernels
 from infinity.comm import Group
 from infinity.device.lane import Ticket
+from infinity.errors import ScheduleError
 from infinity.memory.arena import Slab, SlabPool
 from infinity.shard.ownership import shard_of, shard_range
 from infinity.shard.partition import Unit
@@ -26,6 +29,7 @@ log = logging.getLogger("infinity")
 _HEAD = struct.Struct("<ii")
 """The first unit whose gradient is not finite, its slot: what goes before the parts of the norm."""
 _NOBODY = 1 << 30
+_DIGEST_BYTES = 8
 _SUMMED = 2
 """The flag of a slot whose gradient is the sum of several, in fp32."""
 
@@ -159,11 +163,18 @@ class GradExchange:
             flags = bytes(a or b for a, b in zip(flags, more, strict=True)) if more else flags
         return flags
 
-    def total(self) -> GradientSum:
-        """The squared norm over all ranks, in fp64, the same number on each; a collective."""
+    def total(self, numbers: bytes = b"") -> GradientSum:
+        """The squared norm over all ranks, in fp64, the same number on each; a collective.
+
+        Raises on every rank if one is about to step with other ``numbers``.
+        """
         self._send_all()
         self._drain()
-        traces = self._group.talk("the end of backward", self._group.trace())
+        digest = hashlib.blake2b(numbers, digest_size=_DIGEST_BYTES).digest()
+        words = self._group.talk("the end of backward", digest + self._group.trace())
+        if any(word[:_DIGEST_BYTES] != digest for word in words):
+            raise ScheduleError(_differing(self._group.talk("the numbers of the step", numbers)))
+        traces = [word[_DIGEST_BYTES:] for word in words]
         differing = [rank for rank, trace in enumerate(traces) if trace != traces[0]]
         if differing and not self._told:
             self._told = True
@@ -175,16 +186,16 @@ class GradExchange:
         with self._guard:
             parts, culprit = self._own.parts()
         index, slot = (_NOBODY, 0) if culprit is None else self._slots[culprit]
-        words = _HEAD.pack(index, slot) + struct.pack(f"<{len(parts)}d", *parts)
-        numbers: list[float] = []
+        mine = _HEAD.pack(index, slot) + struct.pack(f"<{len(parts)}d", *parts)
+        squares: list[float] = []
         worst = (_NOBODY, 0)
-        for word in self._group.talk("the norm of the gradient", words):
+        for word in self._group.talk("the norm of the gradient", mine):
             index, slot = _HEAD.unpack_from(word)
             worst = min(worst, (index, slot))
-            numbers += struct.unpack_from(f"<{(len(word) - _HEAD.size) // 8}d", word, _HEAD.size)
+            squares += struct.unpack_from(f"<{(len(word) - _HEAD.size) // 8}d", word, _HEAD.size)
         if worst[0] != _NOBODY:
             return GradientSum(math.nan, self._own_units[worst[0]].layout.slots[worst[1]].name)
-        return GradientSum(math.fsum(numbers), None)
+        return GradientSum(math.fsum(squares), None)
 
     def read(self, index: int, slot: int) -> torch.Tensor | None:
         """A copy of one parameter's gradient as summed over the ranks, fp32 in its shape, or None; a collective."""
@@ -217,6 +228,13 @@ class GradExchange:
         self._drain()
         with self._guard:
             self._own.reset()
+
+    def forget(self) -> None:
+        """As ``GradStream.forget``."""
+        self.reset()
+
+    def check_whole(self, what: str) -> None:
+        """As ``GradStream.check_whole``: no update begins before the end of backward."""
 
     def settle(self) -> None:
         """Waits until every gradient that was sent has been added up."""
@@ -287,6 +305,18 @@ class GradExchange:
         for ticket in self._sent:
             ticket.wait()
         self._sent = []
+
+
+def _differing(words: Sequence[bytes]) -> str:
+    """Which rank steps with other numbers than rank 0, which they are."""
+    first, *others = [json.loads(word) for word in words]
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    listed = ", ".join(f"{name} is {other.get(name)} (rank 0: {first.get(name)})" for name in names[:4])
+    return (
+        f"rank {rank} would step with other numbers than rank 0: {listed}. Give all ranks the same; what each measures "
+        "for itself, such as a loss that decides on the learning rate, goes through engine.averaged(value) first"
+    )
 
 
 def assembled(group: Group, name: str, unit: Unit, slot: int, own: torch.Tensor) -> torch.Tensor:

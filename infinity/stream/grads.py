@@ -122,8 +122,11 @@ class GradStream:
         """One flag per slot: whether it has a gradient in this step."""
         return bytes(self._has[index])
 
-    def total(self) -> GradientSum:
-        """The squared norm over every deposited gradient, summed in fp64 and rounded once."""
+    def total(self, numbers: bytes = b"") -> GradientSum:
+        """The squared norm over every deposited gradient, summed in fp64 and rounded once.
+
+        ``numbers`` are what every rank must be about to step with: JSON, an object.
+        """
         parts, culprit = self.parts()
         return GradientSum(math.fsum(parts) if culprit is None else math.nan, culprit)
 
@@ -169,6 +172,13 @@ class GradStream:
         for has in self._has.values():
             has[:] = bytes(len(has))
         self._sums.clear()
+
+    def forget(self) -> None:
+        """Forgets every gradient, that of a unit under update too, as its values are replaced."""
+        self.reset()
+
+    def check_whole(self, what: str) -> None:
+        """Raises if ``what`` would find weights in the middle of a step."""
 
     def settle(self) -> None:
         """Waits until every accumulator has reached its home."""

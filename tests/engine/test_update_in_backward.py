@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.engine.engine import Engine
 from infinity.errors import CapacityError, ConfigError, NonFiniteError, ScheduleError
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.tier import Tier
@@ -166,3 +167,68 @@ def test_an_engine_with_updates_in_backward_can_be_collected(tmp_path: Path) -> 
     del engine, _
     gc.collect()
     assert remains() is None
+
+
+def values(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: infinity.get_full_param(p) for name, p in engine.module.named_parameters()}
+
+
+def test_nothing_is_kept_of_the_middle_of_a_step(tmp_path: Path) -> None:
+    with attached(decoder(), in_backward(tmp_path, "nvme")) as engine:
+        engine.backward(engine(BATCH, BATCH))
+        for keep in (engine.save_checkpoint, engine.save_pretrained, engine.load_weights):
+            with pytest.raises(ScheduleError, match="in the middle of a step"):
+                keep(tmp_path / "kept")
+        engine.step()
+        engine.save_checkpoint(tmp_path / "kept")
+
+
+def test_a_run_goes_on_from_a_checkpoint_after_a_gradient_that_was_not_finite(tmp_path: Path) -> None:
+    found = []
+    for fails in (False, True):
+        with attached(decoder(), in_backward(tmp_path, "nvme")) as engine:
+            engine.backward(engine(BATCH, BATCH))
+            engine.step()
+            engine.save_checkpoint(tmp_path / "kept", f"{fails}")
+            if fails:
+                with pytest.raises(NonFiniteError):
+                    engine.backward(engine(BATCH, BATCH) * float("inf"))
+                engine.load_checkpoint(tmp_path / "kept")
+                engine.backward(engine(BATCH, BATCH))
+                with pytest.raises(ScheduleError, match="in the middle of a step"):
+                    engine.load_checkpoint(tmp_path / "kept", load_optimizer_states=False)
+                engine.load_checkpoint(tmp_path / "kept")
+            engine.backward(engine(BATCH, BATCH))
+            engine.step()
+            found.append(values(engine))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+class Sharing(nn.Module):
+    """Blocks that are computed again, with a unit of its own in each that is one for all."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(16, 16), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.shared(torch.tanh(self.own(x))))
+
+
+def test_a_unit_that_several_recomputed_units_call_is_updated_after_the_last(tmp_path: Path) -> None:
+    found = []
+    for flag in (False, True):
+        torch.manual_seed(0)
+        shared = nn.Linear(16, 16)
+        model = nn.Sequential(*(Sharing(shared) for _ in range(4)))
+        config = configure(
+            tmp_path, "nvme", update_in_backward=flag, recompute=True, units=["Sharing", "Linear"], slabs="auto"
+        )
+        with attached(model, config) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 16)).square().mean())
+                engine.step()
+            found.append(values(engine))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
