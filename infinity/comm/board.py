@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from infinity.device.lane import Lane
 from infinity.errors import InfinityError, RankError
 
 TICK_SECONDS = 0.2
@@ -26,29 +27,41 @@ class Position:
     since: float | None = None
 
 
-class Board:
-    """Words of all ranks in the rendezvous store; the first failure written is the one that everybody reports."""
+class StoreSilentError(Exception):
+    """The rendezvous store has not answered."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+
+class Board:
+    """Words of all ranks in the rendezvous store; the first failure written is the one that everybody reports.
+
+    The store has no deadline of its own: if its process hangs, or its machine cannot be reached, so does whoever asks.
+    So a thread asks, which is left behind when it has not answered for ``timeout_seconds``.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._timeout = timeout_seconds
+        self._lane = Lane("board")
+        self._silent = False
 
     def fail(self, rank: int, message: str) -> RankError:
         """Writes that ``rank`` is to blame; returns the error to raise, which is the first one written."""
         try:
-            word = self._store.compare_set("failed", "", f"{rank}|{message}").decode()
+            word = self._ask(lambda: self._store.compare_set("failed", "", f"{rank}|{message}").decode())
         except Exception:  # the store's own process is gone: nobody else will read it either
             return RankError(message, rank)
         return _error(word)
 
     def failure(self) -> RankError | None:
         """The first failure, if there is one."""
-        return _error(self._store.get("failed").decode()) if self._store.check(["failed"]) else None
+        word = self._ask(lambda: self._store.get("failed").decode() if self._store.check(["failed"]) else "")
+        return _error(word) if word else None
 
     def leave(self, position: Position) -> None:
         """Writes that this rank takes no part any more, on purpose."""
-        self._store.set(f"left/{self._rank}", position.doing)
+        self._ask(lambda: self._store.set(f"left/{self._rank}", position.doing))
 
     def left(self) -> dict[int, str]:
         """Ranks that took their leave, with the last thing they did."""
@@ -56,7 +69,7 @@ class Board:
 
     def say(self, position: Position) -> None:
         """Writes where this rank is."""
-        self._store.set(f"at/{self._rank}", f"{position.count}|{position.doing}")
+        self._ask(lambda: self._store.set(f"at/{self._rank}", f"{position.count}|{position.doing}"))
 
     def positions(self) -> dict[int, tuple[int, str]]:
         """Where every rank is that has said so."""
@@ -68,7 +81,21 @@ class Board:
 
     def _read(self, what: str) -> dict[int, str]:
         keys = {rank: f"{what}/{rank}" for rank in range(self._world_size)}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return self._ask(  # type: ignore[no-any-return]
+            lambda: {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        )
+
+    def close(self) -> None:
+        """Ends the thread, if it can be ended."""
+        if not self._silent:
+            self._lane.close()
+
+    def _ask(self, work: Callable[[], Any]) -> Any:
+        ticket = None if self._silent else self._lane.submit(work)
+        if ticket is None or not ticket.comes_within(self._timeout):
+            self._silent = True
+            raise StoreSilentError(f"it has not answered for {self._timeout:g} s (infinity.timeout_seconds)")
+        return ticket.wait()
 
 
 class Watchdog:
@@ -128,7 +155,11 @@ class Watchdog:
             except Exception as error:
                 if self._stopped.is_set():
                     return
-                failure = RankError(f"the rendezvous store, which rank 0 or its launcher keeps, is gone: {error}", 0)
+                failure = RankError(
+                    f"the rendezvous store, which rank 0 or its launcher keeps, cannot be asked: {error}. Its process "
+                    "hangs or has ended, or the network to its machine is down",
+                    0,
+                )
             if failure is not None:
                 self._end(failure)
                 return
@@ -139,8 +170,9 @@ class Watchdog:
         for rank, last in self._board.left().items():
             return self._board.fail(
                 rank,
-                f"rank {rank} ended its engine after {last}, while rank {self._rank} waits for it in {now.doing}. Give "
-                "every rank the same number of batches, or pad the shorter ones (engine.padded(loader))",
+                f"rank {rank} ended its engine, or its program, after {last}, while rank {self._rank} waits for it in "
+                f"{now.doing}. Give every rank the same number of batches, or pad the shorter ones "
+                "(engine.padded(loader))",
             )
         if waited < self._timeout:
             return None

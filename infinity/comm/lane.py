@@ -8,6 +8,7 @@ unit holds nobody up, and ranks that cannot come together find out before any da
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import struct
@@ -55,10 +56,11 @@ class CommLane:
         self._sink: Callable[[int, int, bytes, torch.Tensor], None]
         self._staging: torch.Tensor
         self._lane = Lane("comm", delay)
-        self._board = Board(transport.store, transport.rank, transport.world_size)
+        self._board = Board(transport.store, transport.rank, transport.world_size, timeout_seconds)
         self._watchdog = Watchdog(self._board, self._rank, timeout_seconds, lambda: self._position, self._end)
         self._closed = False
         self._trace = hashlib.blake2b(digest_size=8)
+        atexit.register(self.close)  # before the process group ends: others may still need what is under way
 
     def serve(
         self,
@@ -133,6 +135,7 @@ class CommLane:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         reason = sys.exc_info()[1]
         if reason is not None and not isinstance(reason, RankError) and self._failure is None:
             self._end(self._board.fail(self._rank, told(self._rank, self._position, reason)))
@@ -141,9 +144,11 @@ class CommLane:
                 ticket.wait()
         self._watchdog.stop()
         if self._failure is None:
-            self._board.leave(self._position)
+            with suppress(Exception):  # a store that is gone has no reader either
+                self._board.leave(self._position)
             self._lane.close()
             self._transport.close()
+        self._board.close()
 
     # How it is done, on the lane's thread -----------------------------------------------------------------------
 
@@ -198,9 +203,9 @@ class CommLane:
             if lost.rank in left:
                 return self._board.fail(
                     lost.rank,
-                    f"rank {lost.rank} ended its engine after {left[lost.rank]}, while rank {self._rank} is in "
-                    f"{self._position.doing}. Give every rank the same number of batches, or pad the shorter ones "
-                    "(engine.padded(loader))",
+                    f"rank {lost.rank} ended its engine, or its program, after {left[lost.rank]}, while rank "
+                    f"{self._rank} is in {self._position.doing}. Give every rank the same number of batches, or pad "
+                    "the shorter ones (engine.padded(loader))",
                 )
             threading.Event().wait(TICK_SECONDS)
         return self._board.fail(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.errors import ConfigError, RankError
+from infinity.errors import ConfigError, RankError, ScheduleError
 
 
 class PeerLost(Exception):
@@ -49,19 +49,29 @@ class Transport:
                     works.append((peer, dist.irecv(receives[peer], peer, group=self._group)))
                 if peer in sends:
                     works.append((peer, dist.isend(sends[peer], peer, group=self._group)))
+        except ValueError:
+            raise ScheduleError(
+                "torch.distributed's process group was destroyed while this engine exchanges with other ranks; call "
+                "engine.destroy() before torch.distributed.destroy_process_group()"
+            ) from None
         except RuntimeError as error:
-            raise PeerLost(peer, str(error)) from None
+            raise PeerLost(peer, _reason(error)) from None
         for peer, work in works:
             assert work is not None
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerLost(peer, str(error).partition(". This is typically")[0]) from None
+                raise PeerLost(peer, _reason(error)) from None
 
     def close(self) -> None:
         """Gives the connections back."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+
+def _reason(error: RuntimeError) -> str:
+    """What gloo says of a broken connection, without its advice."""
+    return str(error).partition(". This is typically")[0]
 
 
 def ranks_expected() -> int:

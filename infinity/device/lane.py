@@ -55,6 +55,10 @@ class LaneTicket:
         inner = getattr(self._result, "wait", None)
         return inner() if inner is not None else self._result
 
+    def comes_within(self, seconds: float) -> bool:
+        """Waits for the work itself, not for what it may have given to wait for; whether it is over."""
+        return self._event.wait(seconds)
+
     def resolve(self, result: Any = None) -> None:
         """Marks the entry complete."""
         self._result = result
