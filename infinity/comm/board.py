@@ -85,6 +85,17 @@ class Board:
             lambda: {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
         )
 
+    def acknowledge(self) -> None:
+        """Writes that this rank has read the failure."""
+        self._ask(lambda: self._store.set(f"knows/{self._rank}", "."))
+
+    def linger(self, failed: int | None) -> None:
+        """Gives the others a while to read the failure: rank 0 is the one that the store may end with."""
+        others = set(range(1, self._world_size)) - {failed}
+        until = time.monotonic() + GRACE_SECONDS
+        while self._rank == 0 and time.monotonic() < until and others - {*self._read("knows"), *self.left()}:
+            threading.Event().wait(TICK_SECONDS / 4)
+
     def close(self) -> None:
         """Ends the thread, if it can be ended."""
         if not self._silent:

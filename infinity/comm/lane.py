@@ -148,6 +148,9 @@ class CommLane:
                 self._board.leave(self._position)
             self._lane.close()
             self._transport.close()
+        else:
+            with suppress(Exception):
+                self._board.linger(self._failure.rank)
         self._board.close()
 
     # How it is done, on the lane's thread -----------------------------------------------------------------------
@@ -181,6 +184,7 @@ class CommLane:
 
     def _end(self, error: RankError) -> None:
         """Fails whatever waits now or will."""
+        is_first = self._failure is None
         self._failure = self._failure or error
         self._watchdog.rest()
         with self._lock:
@@ -188,6 +192,9 @@ class CommLane:
         for ticket in waiting:
             if not ticket.done():
                 ticket.fail(self._failure)
+        if is_first:
+            with suppress(Exception):  # a store that is gone has nobody else to tell
+                self._board.acknowledge()
 
     def _lost(self, lost: PeerLost) -> RankError:
         """What became of a peer: its own words, or another's who knows more, or that there are none."""

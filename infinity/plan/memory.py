@@ -157,18 +157,33 @@ def _grad_slabs(placement: Placement, units: Sequence[Unit], partition: Partitio
 
     A gradient that is consumed in backward is there until its update is made. Without NVMe that is on the spot. Else
     updates are slower than backward, which never waits for one if every unit has a slab: where gradients may stay in
-    memory. Where they are to be on NVMe one more slab lets an update, another's reads, backward go on side by side;
-    tiles all wait for the end of the call that they are used in.
+    memory. Where they are to be on NVMe two more slabs let an update, another's reads, backward go on side by side.
     """
-    waits = any(placement[kind] is Tier.NVME for kind in (StateKind.PARAM, *OPTIMIZER_KINDS))
-    if not (placement.in_backward and waits):
+    if not placement.in_backward:
         return min(len(units), GRAD_SLABS)
+    waits = any(placement[kind] is Tier.NVME for kind in (StateKind.PARAM, *OPTIMIZER_KINDS))
+    if not waits:
+        return min(len(units), max(GRAD_SLABS, _open_at_once(units, partition)))
     if placement[StateKind.GRAD] is not Tier.NVME:
         return len(units)
-    callers = _callers_of_tiles(partition)
-    calls = [path for unit in units for path in callers.get(unit.index, ())]
-    waiting = (sum(_encloses(outer, entry.path) for outer in calls) for entry in partition.entries)
-    return min(len(units), GRAD_SLABS + 1 + max(waiting, default=0))
+    return min(len(units), GRAD_SLABS + _open_at_once(units, partition))
+
+
+def _open_at_once(units: Sequence[Unit], partition: Partition) -> int:
+    """How many of ``units`` have an incomplete gradient at once, at most, in the backward of one forward.
+
+    Those of a call and of the calls around it, which end later; those that several entries use wait for the last.
+    """
+    used_by = _callers_of_tiles(partition)
+    for entry in partition.entries:
+        for index in entry.units:
+            used_by.setdefault(index, set()).add(entry.path)
+    used_by = {unit.index: used_by[unit.index] for unit in units if unit.index in used_by}
+
+    def is_open(paths: set[str], at: str) -> bool:
+        return len(paths) > 1 or any(_encloses(path, at) for path in paths)
+
+    return max(sum(is_open(paths, entry.path) for paths in used_by.values()) for entry in partition.entries)
 
 
 def _callers_of_tiles(partition: Partition) -> dict[int, set[str]]:

@@ -169,6 +169,39 @@ def test_an_engine_with_updates_in_backward_can_be_collected(tmp_path: Path) -> 
     assert remains() is None
 
 
+@pytest.mark.parametrize("tile_bytes", ["auto", 2048])
+def test_units_that_wait_for_the_end_of_backward_have_slabs_beside_the_others(
+    tmp_path: Path, tile_bytes: str | int
+) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(16, 32)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+            self.gain = nn.Parameter(torch.ones(32))  # in the root unit
+            self.head = nn.Linear(32, 16, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x) + x
+            return self.head(x * self.gain).logsumexp(-1).mean()
+
+    for device in PLACEMENTS:
+        found = []
+        for flag in (False, True):
+            torch.manual_seed(0)
+            config = configure(tmp_path, device, update_in_backward=flag, slabs="auto", tile_bytes=tile_bytes)
+            with attached(Tied(), config) as engine:
+                for _ in range(2):
+                    engine.backward(engine(torch.arange(16).view(2, 8)))
+                    engine.step()
+                found.append(values(engine))
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), name
+
+
 def values(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: infinity.get_full_param(p) for name, p in engine.module.named_parameters()}
 
