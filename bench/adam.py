@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,9 @@ from infinity.memory.host import HostMemory
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20}
 ELEMENTS_PER_TIMING = 1 << 24
 """Small updates are repeated until a timing covers this many elements."""
+
+PAUSE_SECONDS = 0.02
+"""Before each timing, for the threads of the one before to go to sleep, those of another process most of all."""
 
 CACHE_ELEMENTS = 1 << 22
 """Smaller updates may live in a cache, where a ratio says nothing about memory."""
@@ -220,8 +224,9 @@ def measure(n: int, grad: torch.dtype, threads: int, isa: str, rounds: int, deep
         timing(1)
     for turn in range(rounds):
         order = list(timings.items())
-        first = turn % len(order)  # none always comes after the same other, whose threads may still be awake
-        for name, timing in order[first:] + order[:first]:
+        random.Random(turn).shuffle(order)  # none always comes after the same other, whose threads may still be awake
+        for name, timing in order:
+            time.sleep(PAUSE_SECONDS)
             case.seconds[name].append(timing(calls))
     return case
 
