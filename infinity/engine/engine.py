@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from infinity.config.size import format_bytes
 from infinity.engine import layer_major
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
@@ -88,6 +89,22 @@ class Engine(Keeping):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        plan, model = self._parts.plan, type(self.module).__name__
+        tiers = ", ".join(f"{tier.value} {format_bytes(plan.total(tier))}" for tier in Tier)
+        ended = ", destroyed" if self._runtime.closed else ""
+        return f"Engine({model}, {plan.parameters:,} parameters, step {self.global_steps}, {tiers}{ended})"
+
+    if not TYPE_CHECKING:  # which is to find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """What an engine has not got is the model's: ``engine.parameters()``, ``engine.generate(...)``."""
+            module = self.__dict__.get("module")
+            if module is not None and not name.startswith("_") and hasattr(module, name):
+                return getattr(module, name)
+            owner = "engine" if module is None else f"engine, as well as its {type(module).__name__},"
+            raise AttributeError(f"this {owner} has no attribute {name!r}", name=name, obj=self)
+
     # Training ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -96,6 +113,9 @@ class Engine(Keeping):
         Gradients, which are summed over both, are deposited.
         """
         self._runtime.check()
+        if not isinstance(loss, torch.Tensor):
+            hint = "; its .loss may be meant" if hasattr(loss, "loss") else ""  # type: ignore[unreachable]
+            raise TypeError(f"backward takes the loss, a tensor; given a {type(loss).__name__}{hint}")
         shares = self._runtime.shares if scale_wrt_gas else self._parts.group.world_size
         factor = self._scaler.scale / shares
         self._runtime.loss_is_scaled = True
@@ -148,6 +168,7 @@ class Engine(Keeping):
             )
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        runtime.micro_steps.step()
         self._applied = False
         if not boundary:
             return
@@ -190,6 +211,11 @@ class Engine(Keeping):
             self._guard.update(total.culprit, excused=excused)
             return
         self._guard.update(None, excused=False)
+        if not total.squared:
+            self._runtime.say_once(
+                "step() found no gradient but zeros; was backward() called, on a loss of this model, since the step "
+                "before? Momentum and weight decay change the weights nevertheless"
+            )
         clip = self.config.gradient_clipping
         coefficient = min(1.0, clip / (self._norm + 1e-6)) if clip else 1.0
         tickets = self.updates.begin(coefficient / scale)
@@ -356,6 +382,7 @@ class Engine(Keeping):
 
     def _synchronise_scale(self) -> None:
         self._runtime.scale = self._scaler.scale
+        self._runtime.micro_steps.per_step = self.gradient_accumulation_steps
         self._runtime.shares = self.gradient_accumulation_steps * self._parts.group.world_size
 
     def _note_traffic(self) -> None:

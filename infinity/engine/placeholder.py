@@ -172,6 +172,28 @@ def _cannot(placeholder: OffloadedParameter, verb: str) -> str:
     )
 
 
+def away(placeholder: OffloadedParameter, tier: str, function: str) -> str:
+    """What to tell somebody who used a parameter whose values are on ``tier``: by what was tried, what to do."""
+    where = f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {tier} tier; "
+    if function in _CASTS:
+        return (
+            f"{where}the engine decides on which device it is used, in which dtype. Leave .{function}() out: bf16 and "
+            "fp16 of the config say the dtype. infinity.get_full_param(p) is its value, engine.state_dict() all; "
+            "engine.destroy(restore_parameters=True) takes all parameters back into RAM"
+        )
+    if function in ("backward", "grad"):
+        return (
+            f"{where}{function} cannot be asked for the gradient of some parameters alone. Call backward() without "
+            "inputs, then infinity.get_full_grad(p); parameters that are not to be trained get requires_grad False "
+            "before infinity.initialize"
+        )
+    return (
+        f"{where}{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
+        "`with infinity.gathered(p):`, or take all of them from engine.state_dict(). engine.save_pretrained(directory) "
+        "or engine.save_checkpoint(directory) saves them"
+    )
+
+
 def _accessor(name: str, verb: str) -> Any:
     return getattr(getattr(torch.Tensor, name, None), verb, None)
 
@@ -189,6 +211,7 @@ _LOOK_GETTERS = frozenset(
         "_version", "_backward_hooks", "retains_grad", "name",
     )
 )  # fmt: skip
+_CASTS = frozenset(("to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda"))
 _LOOKS = frozenset(
     (
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",

@@ -16,7 +16,8 @@ from torch import nn
 from infinity.device.cpu import CpuDevice
 from infinity.engine.bound_unit import BoundUnit
 from infinity.engine.homes import Homes
-from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.micro_steps import MicroSteps
+from infinity.engine.placeholder import OffloadedParameter, away
 from infinity.engine.tiled_parameter import TiledParameter, TiledParameters
 from infinity.engine.tree import Tree, tensors_in
 from infinity.engine.turn import Turn
@@ -139,6 +140,7 @@ class Runtime:
         self.scale = 1.0
         self.shares = 1
         """Losses that one step's gradient is the mean of: micro-batches of an accumulation, on all ranks."""
+        self.micro_steps = MicroSteps(self.say_once)
         self.loss_is_scaled = False
         self.param_tier = "host"
         self.activations: Activations = DeviceActivations()
@@ -334,11 +336,7 @@ class Runtime:
             return self.units[index].gathered[slot]
         if not self.frames or self.closed:
             self.check()  # where there is an end of the engine to tell of, that is what the caller must know
-            raise OffloadedError(
-                f"parameter {placeholder._name} {tuple(placeholder.shape)} is on the {self.param_tier} tier; "
-                f"{function} needs its values. Read them with infinity.get_full_param(p), read or change them inside "
-                "`with infinity.gathered(p):`, or take all of them from engine.state_dict()"
-            )
+            raise OffloadedError(away(placeholder, self.param_tier, function))
         needs_grad = torch.is_grad_enabled() and placeholder.requires_grad
         able = [frame for frame in reversed(self.frames) if frame.differentiable or not needs_grad] or [self.frames[-1]]
         frame = next((frame for frame in able if index in frame.leaves), able[0])

@@ -17,14 +17,16 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.changes import ModuleState, draws_elsewhere, version
 from infinity.engine.inputs import aliases, leaves_like, taken
+from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
@@ -64,18 +66,32 @@ class EntryModule:
         self.state = ModuleState(module)
         self.trains = any(parameter.requires_grad for parameter in module.parameters())
         self._own_forward = module.__dict__.get("forward")
+        self._load_hook: RemovableHandle | None = None
         self._steady: set[tuple[bool, ...]] = set()
         functools.update_wrapper(self, self.compute, updated=())
 
     def install(self) -> None:
         """Puts this entry in the place of the module's forward."""
         self.module.forward = self
+        self._load_hook = self.module.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Gives the module its forward back."""
         del self.module.__dict__["forward"]
         if self._own_forward is not None:
             self.module.forward = self._own_forward
+        if self._load_hook is not None:
+            self._load_hook.remove()
+
+    @staticmethod
+    def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Raises once for a whole ``load_state_dict``, which would go on to collect an error per parameter."""
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, OffloadedParameter) and prefix + name in state:
+                raise OffloadedError(
+                    f"load_state_dict cannot put values into {parameter._name}, which is offloaded. Call "
+                    "engine.load_weights(state_dict), which also takes files, or load before infinity.initialize"
+                )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadedError(
@@ -383,6 +399,8 @@ class UnitFunction(torch.autograd.Function):
             del inputs, outputs, pairs
             call.moved.release(again=again)
         call.end(again=again)
+        if call.outermost:
+            runtime.micro_steps.backward(entry.name)
         return (None, None, *(g if g is None or factor == 1.0 else g / factor for g in received))
 
 
