@@ -36,6 +36,9 @@ def ls_command(directory: Source, json: Json = False, debug: Debug = False) -> N
         if json:
             typer.echo(json_format.dumps({"checkpoints": rows}, indent=2))
             return
+        if not rows:
+            typer.echo(f"no checkpoint is in {directory}{_elsewhere(directory)}")
+            return
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         for name in ("tag", "step", "ranks", "size", "saved", "state"):
             table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
@@ -80,6 +83,10 @@ def export_command(
             nbytes = sum(weight.nbytes for weight in weights)
             typer.echo(f"{len(weights)} tensors, {format_bytes(nbytes)}, from {source.path}")
             typer.echo("\n".join(paths))
+            if not (out / "config.json").exists():
+                typer.echo(
+                    f"for from_pretrained, {out} needs the model's config.json too, which a checkpoint has not got"
+                )
 
 
 def checkpoint_at(path: Path) -> str:
@@ -133,8 +140,14 @@ def verified(directory: Path) -> list[Finding]:
         for path in sorted(directory.glob(f"*{INCOMPLETE}")):
             findings.append(warn(path.name, "was not finished", "nothing: the next save there removes it"))
         if not tags:
-            findings.append(fail(str(directory), "holds no complete checkpoint", "save one"))
+            findings.append(fail(str(directory), f"holds no complete checkpoint{_elsewhere(directory)}", "save one"))
     return findings
+
+
+def _elsewhere(directory: Path) -> str:
+    """Where a run has its checkpoints, if ``directory`` is the run's."""
+    below = directory / "checkpoints"
+    return f"; look into {below}" if Folder(below).tags() else ""
 
 
 def _size_of(path: Path) -> dict[str, Any]:

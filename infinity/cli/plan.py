@@ -85,17 +85,18 @@ def plan(
 def _page(planned: Plan, traffic: StepTraffic, wear: Wear, predicted: Forecast | None, ranks: int, on_host: int) -> str:
     parts = [planned.render()]
     if ranks > 1:
-        host = {tier: format_bytes(on_host * planned.total(tier)) for tier in Tier}
+        host = {tier: format_bytes(on_host * planned.total(tier), planned.decimal) for tier in Tier}
         shares = ", ".join(f"{tier.value} {size}" for tier, size in host.items())
         parts.append(f"the table is one rank's of {ranks}; {on_host} on one host take {shares}")
-    stages = stage_bytes(planned.parameters, ranks)
-    parts.append(
-        f"16-bit Adam on {ranks} rank{'s' if ranks > 1 else ''}, per rank: "
-        + ", ".join(f"stage {stage} {nbytes / 1e9:.4g} GB" for stage, nbytes in stages.items())
-    )
+        stages = stage_bytes(planned.parameters, ranks)
+        parts.append(
+            f"16-bit Adam on {ranks} ranks, per rank: "
+            + ", ".join(f"stage {stage} {format_bytes(nbytes, planned.decimal)}" for stage, nbytes in stages.items())
+        )
     if traffic.read or traffic.written:
         steps = "never" if wear.steps is None else f"{wear.steps:,} steps"
-        moved = f"{format_bytes(traffic.read)} read, {format_bytes(traffic.written)} written"
+        read, written = (format_bytes(size, planned.decimal) for size in (traffic.read, traffic.written))
+        moved = f"{read} read, {written} written"
         parts.append(
             f"NVMe per step and rank: {moved}; an SSD rated for {format_bytes(wear.endurance, True)}, shared by "
             f"the ranks of a host, is worn out after {steps}"
@@ -149,8 +150,13 @@ def _decoder(settings: Config, _: Path | None) -> tuple[nn.Module, tuple[torch.T
 
 def _hugging_face(settings: Config, directory: Path | None) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model that a config.json describes, on the meta device, with a micro-batch for it."""
+    if directory is not None and directory.name == "config.json":
+        directory = directory.parent
     if directory is None or not (directory / "config.json").is_file():
-        raise ConfigError(f"--model {directory} has no config.json; expected a directory of a Hugging Face model")
+        raise ConfigError(
+            f"--model {directory} has no config.json; expected a directory of a Hugging Face model (nothing is "
+            "downloaded)"
+        )
     try:
         import transformers
     except ImportError:

@@ -15,12 +15,6 @@ from rich.table import Table
 from infinity.cli.measure import LinkUse, StepRecord, TierUse
 from infinity.config.size import format_bytes, is_decimal
 
-LINKS = {
-    "nvme_read": "nvme read",
-    "nvme_write": "nvme write",
-    "host_to_device": "host to device",
-    "device_to_host": "device to host",
-}
 SHOWN_STALL_SECONDS = 0.005
 
 
@@ -198,13 +192,14 @@ def _seconds(parts: dict[str, float], least: float = 0.0) -> str:
 
 
 def _links(links: dict[str, LinkUse]) -> str:
-    used = [f"{LINKS.get(name, name)} {use.rate:.2f}" for name, use in links.items() if use.bytes]
+    used = [f"{name.replace('_', ' ')} {use.rate:.2f}" for name, use in links.items() if use.bytes]
     return f"{', '.join(used)} GB/s" if used else "idle"
 
 
 def _tiers(tiers: dict[str, TierUse]) -> str:
+    decimal = any(use.budget is not None and is_decimal(use.budget) for use in tiers.values())
+
     def one(name: str, use: TierUse) -> str:
-        decimal = use.budget is not None and is_decimal(use.budget)
         shown = f"{name} {format_bytes(use.peak, decimal)}"
         return shown if use.budget is None else f"{shown} of {format_bytes(use.budget, decimal)}"
 

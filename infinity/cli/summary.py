@@ -37,10 +37,12 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to. Losses in nats per token, ``held_back`` by step."""
+    """What a finished run came to: ``steps`` in all, ``steps_done`` of them since it was resumed. Losses in nats per
+    token, ``held_back`` by step."""
 
     parameters: int
     steps: int
+    steps_done: int
     seconds: float
     tokens_per_second: float
     last_loss: float | None
@@ -65,8 +67,8 @@ class Summary:
         tiers.add_column("tier")
         for name in ("budget", "plan", "measured peak"):
             tiers.add_column(name, justify="right")
+        decimal = self._decimal
         for name, use in self.tiers.items():
-            decimal = use.budget is not None and is_decimal(use.budget)
             budget = "no limit" if use.budget is None else format_bytes(use.budget, decimal)
             tiers.add_row(name, budget, format_bytes(use.planned, decimal), format_bytes(use.peak, decimal))
         rest = Table.grid(padding=(0, 3, 0, 0))
@@ -76,14 +78,22 @@ class Summary:
             rest.add_row(label, Text(value))
         console.print(Group("", tiers, "", rest), highlight=False)
 
+    @property
+    def _decimal(self) -> bool:
+        """Whether budgets were given in MB, as the plan is shown then too."""
+        return any(use.budget is not None and is_decimal(use.budget) for use in self.tiers.values())
+
     def _rows(self) -> list[tuple[str, str]]:
         memory, bound = self.memory, self.memory.bound(self.tiers)
-        rows = [("training", f"{self.steps} steps in {self.seconds:.0f} s, {self.tokens_per_second:.0f} tokens/s")]
+        steps = f"{self.steps} steps" if self.steps_done == self.steps else f"{self.steps_done} of {self.steps} steps"
+        rows = [("training", f"{steps} in {self.seconds:.0f} s, {self.tokens_per_second:.0f} tokens/s")]
         if self.held_back:
             losses = list(self.held_back.values())
             course = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
             rows.append(("held-back loss", f"{course} nats per byte; unigram entropy {self.unigram_entropy:.3f}"))
-        read, written = format_bytes(self.nvme_read_per_step), format_bytes(self.nvme_written_per_step)
+        read, written = (
+            format_bytes(size, self._decimal) for size in (self.nvme_read_per_step, self.nvme_written_per_step)
+        )
         peak, before = format_bytes(memory.anonymous_peak), format_bytes(memory.anonymous_before_model)
         rows += [
             ("NVMe per step", f"{read} read, {written} written"),

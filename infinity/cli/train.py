@@ -256,10 +256,12 @@ class _Run:
     def summary(self, memory: AnonymousPeak, floor: int | None) -> Summary:
         """The finished run in numbers, also the last line of the metrics."""
         report, steps = self._report, self._config.run.steps
-        tokens = max(0, steps - self._done) * self._batch.train_batch_size * self._config.run.sequence_length
+        done = max(0, steps - self._done)
+        tokens = done * self._batch.train_batch_size * self._config.run.sequence_length
         summary = Summary(
             parameters=report["parameters"],
             steps=steps,
+            steps_done=done,
             seconds=self._seconds,
             tokens_per_second=tokens / self._seconds,
             last_loss=self._last_loss,

@@ -64,11 +64,16 @@ class Plan:
         """The plan with what the inputs of recomputed units need away from the device, in bytes."""
         return replace(self, lines=self.lines + unit_inputs(host, nvme))
 
+    @property
+    def decimal(self) -> bool:
+        """Whether budgets were given in MB, not in MiB."""
+        return any(budget is not None and is_decimal(budget) for budget in self.budgets.values())
+
     def render(self) -> str:
         """The plan as a table, in the units (MB or MiB) that budgets were given in."""
         head = f"{self.parameters:,} parameters, {self.trained_parameters:,} trained"
         rows = [("tier", "purpose", "count", "each", "total")]
-        decimal = any(budget is not None and is_decimal(budget) for budget in self.budgets.values())
+        decimal = self.decimal
         for tier in Tier:
             budget = self.budgets[tier]
             for line in self.lines:

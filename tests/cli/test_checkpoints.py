@@ -35,7 +35,7 @@ def test_a_run_in_parts_is_the_run_in_one(config: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "whole" / "checkpoints") != []
     for steps in (2, 4, 6):
         part = run(config, steps, "--resume", "auto", "--set", "run.checkpoint_every=1")
-        assert part["steps"] == steps
+        assert (part["steps"], part["steps_done"]) == (steps, 2)
     assert part["last_loss"] == whole["last_loss"]
     assert losses(tmp_path) == losses(tmp_path, "whole")
     assert sorted(os.listdir(tmp_path / "out" / "checkpoints")) == ["global_step5", "global_step6", "latest"]
@@ -47,6 +47,10 @@ def test_a_run_in_parts_is_the_run_in_one(config: Path, tmp_path: Path) -> None:
         ("global_step5", 5, ""), ("global_step6", 6, "latest"),
     ]  # fmt: skip
     assert "global_step6" in infinity("ckpt", "ls", tmp_path / "out" / "checkpoints").stdout
+    above = infinity("ckpt", "ls", tmp_path / "out").stdout
+    assert above.startswith("no checkpoint is in ") and above.endswith(
+        f"look into {tmp_path / 'out' / 'checkpoints'}\n"
+    )
 
     result = infinity("export", tmp_path / "out" / "checkpoints", tmp_path / "weights", "--dtype", "fp32", "--json")
     (file,) = json.loads(result.stdout)["files"]
