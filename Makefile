@@ -12,9 +12,9 @@ NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile nat
 .PHONY: help venv build demo demo-large test test-all test-faults lint sanitize clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-venv: $(VENV)/.installed  ## make .venv with every dependency in the version of constraints.txt
+venv: $(VENV)/.installed  ## make .venv with every dependency, as constraints.txt says
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,20 +28,20 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
 
-build: $(VENV)/.installed  ## compile the native libraries that are older than their sources
+build: $(VENV)/.installed  ## compile native libraries that are older than sources
 	@$(BIN)/python setup.py -q build_ext --inplace
 
-demo: build  ## train a small model whose states live on NVMe (CONFIG=..., SWAP_DIR=...)
+demo: build  ## train with states on NVMe (CONFIG=..., SWAP_DIR=...)
 	$(BIN)/infinity train $(CONFIG) --floor $(if $(SWAP_DIR),--set infinity.nvme_path=$(SWAP_DIR))
 
-demo-large: build  ## train three steps of a model whose states exceed 24 GiB of RAM by half (60 GB of disk, about 10 minutes)
+demo-large: build  ## train 41 GiB of states (60 GB of disk, ten minutes)
 	$(BIN)/python -m bench.large $(if $(SWAP_DIR),--swap $(SWAP_DIR))
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-sanitize:  ## native tests under the address, undefined-behaviour, thread sanitizers
+sanitize:  ## native tests under three sanitizers
 	@set -e; for directory in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$directory check; done
 
 # A machine that tests must have the real libraries: a fallback would pass for them.
@@ -53,7 +53,7 @@ test: build lint sanitize  ## lint, native tests, quick Python tests
 test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
 
-test-faults: build  ## 200 SIGKILLs at random instants, a fault at every I/O call of a save (KILLS=..., SEED=...)
+test-faults: build  ## kill runs, fail every I/O of a save (KILLS=..., SEED=...)
 	$(BIN)/python -m tests.faults.kill_harness --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m pytest -q tests/checkpoint/test_disk_faults.py tests/faults
 
