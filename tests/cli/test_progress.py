@@ -64,7 +64,7 @@ def test_the_panel_fits_and_tells_everything(width: int) -> None:
     assert "gradient write" not in last
     assert "nvme read 0.50 GB/s" in last
     assert "host to device" not in last
-    assert "device 84.00 MB of 96.00 MB, nvme 1.00 GiB" in last
+    assert "device 84.00 MB of 96.00 MB, nvme 1.07 GB" in last
     assert "after    0 steps: loss on held-back text 5.545" in text
     plain = [line for line in text.replace("\r", "\n").split("\n") if "\x1b" not in line]
     assert max(map(len, plain)) <= width
@@ -74,7 +74,7 @@ def test_elsewhere_a_step_is_one_line() -> None:
     lines = shown(80, terminal=False).splitlines()
     assert len(lines) == len(HEADING.lines()) + 2
     assert lines[-1].startswith("step  7/30 | loss 2.877 | lr 3.0e-04 | grad norm none | 256 tokens/s | 4.00 s/step")
-    assert lines[-1].endswith("| nvme read 0.50 GB/s | device 84.00 MB of 96.00 MB, nvme 1.00 GiB")
+    assert lines[-1].endswith("| nvme read 0.50 GB/s | device 84.00 MB of 96.00 MB, nvme 1.07 GB")
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (1, 30), (10, 4)])
