@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,10 +41,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

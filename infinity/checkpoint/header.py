@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -37,10 +38,7 @@ class TensorPlace:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -103,10 +103,7 @@ class SavedParameter(Part):
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
 
 def _is_chain(cuts: list[tuple[int, int]], size: int) -> bool:
