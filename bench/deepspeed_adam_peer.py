@@ -9,13 +9,10 @@ Each line on standard input is one request, each answer one line on standard out
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
-from bench.deepspeed_aio_peer import load_compiled
+from bench.deepspeed_aio_peer import load_compiled, serve
 
 RATE, BETA1, BETA2, EPS, DECAY, SCALE = 1e-3, 0.9, 0.999, 1e-8, 0.1, 0.5
 
@@ -65,19 +62,5 @@ class Peer:
         )  # fmt: skip
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print must not mix with the answers
-    peer: Peer | None = None
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            peer = peer or Peer()
-            answer = getattr(peer, request.pop("op"))(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    serve(Peer)

@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
@@ -76,14 +77,15 @@ class Peer:
         return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
 
 
-def main() -> None:
+def serve(make: Callable[[], Any]) -> None:
+    """Answers requests on standard input by the methods of what ``make`` gives, which is made at the first one."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the libraries print must not mix with the answers
-    peer: Peer | None = None
+    peer: Any = None
     for line in sys.stdin:
         try:
             request = json.loads(line)
-            peer = peer or Peer()
+            peer = peer or make()
             answer = getattr(peer, request.pop("op"))(**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -91,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Peer)
