@@ -184,7 +184,7 @@ class Engine:
             raise OSError(-result, "infinity_aio_open")
 
     def register(self, regions: Sequence[tuple[int, int]]) -> bool:
-        """Pins memory, given as addresses with lengths, for as long as the engine is open; whether the kernel did."""
+        """Lets memory, as addresses with lengths, be pinned from its first use until the end; whether it can be."""
         given = (_Region * len(regions))(*(_Region(*region) for region in regions))
         result = self._library.register(self._handle, given, len(regions))
         if result < 0:

@@ -227,6 +227,8 @@ def _build(
         with on_own_cores(group):
             _open_stores(parts, injected)
             _wire(parts, injected)
+        if parts.io is not None:
+            parts.io.register([region for arena in arenas.values() for region in arena.regions])
         files = [store for store in homes.stores.values() if isinstance(store, FileStore)]
         parts.watchdog = Watchdog([*files, *parts.lanes], config.infinity.timeout_seconds)
         log.info("%s", plan.render())
@@ -292,7 +294,6 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
             threads=4 if aio.threads == "auto" else aio.threads,
             faults=injected.faults,
         )
-        parts.io.register([memory.bytes for memory in parts.memories])
     for kind in STREAMED_KINDS:
         regions = {
             unit.index: parts.arenas[tier].resident(placement.nbytes(kind, unit), kind.value)

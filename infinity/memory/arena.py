@@ -17,7 +17,8 @@ class Arena:
     """A tier's bulk memory: a fixed number of bytes that the plan hands out by purpose.
 
     ``peak`` is the most bytes that were in use at once, ``allocations`` how often a region was carved: after the
-    engine is built it must not move again. ``residents`` are the bytes in use for good, by purpose.
+    engine is built it must not move again. ``residents`` are the bytes in use for good, by purpose;
+    ``regions`` all that was carved.
     """
 
     def __init__(self, tier: Tier, memory: torch.Tensor) -> None:
@@ -28,6 +29,7 @@ class Arena:
         self.in_use = 0
         self.peak = 0
         self.residents: dict[str, int] = {}
+        self.regions: list[torch.Tensor] = []
         self._memory = memory
         self._lock = threading.Lock()
 
@@ -41,6 +43,7 @@ class Arena:
             )
         # .data, because views share a version counter: a write to one region would make autograd refuse all others.
         region = self._memory[self.carved : self.carved + nbytes].data
+        self.regions.append(region)
         self.carved += padded
         self.allocations += 1
         return region

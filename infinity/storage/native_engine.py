@@ -47,7 +47,7 @@ class NativeIoEngine:
         self._close = weakref.finalize(self, _close, self._native, self._owner, self._abandoned, self._transfers)
 
     def register(self, memory: Sequence[torch.Tensor]) -> None:
-        """Tells the kernel once which memory requests are going to use, so that it need not look up its pages again."""
+        """Tells the kernel which regions requests are going to use: it looks up the pages of each once."""
         self._native.register([(region.data_ptr(), region.nbytes) for region in memory if region.nbytes])
 
     def read(self, file: SwapFile, offset: int, into: torch.Tensor) -> NativeTicket:

@@ -68,9 +68,10 @@ INFINITY_AIO_API int64_t infinity_aio_open(const infinity_aio_options *options, 
 // Waits for everything in flight, ends the threads, frees the engine. Requests outlive it until they are released.
 INFINITY_AIO_API int64_t infinity_aio_close(infinity_aio_engine *engine);
 
-// Tells the engine which memory requests are going to use, once, before the first of them. Where the kernel can, its
-// pages are pinned now instead of for every block; where it cannot, or may lock no more memory, nothing changes. Returns
-// how many of the regions are pinned. They must stay mapped until the engine is closed.
+// Tells the engine which memory requests are going to use, once, before the first of them. Where the kernel can, a
+// region is pinned by the first block in it instead of anew by every one, so that what is never used stays untouched;
+// where it cannot, or may lock no more memory, nothing changes. Returns the number of regions that may be pinned. They
+// must stay mapped until the engine is closed.
 INFINITY_AIO_API int64_t infinity_aio_register(infinity_aio_engine *engine, const infinity_aio_region *regions,
                                                int64_t count);
 

@@ -33,7 +33,7 @@ public:
     // How many transfers it is worth having started at once.
     virtual uint32_t capacity() const = 0;
 
-    // Pins memory for good, before the first transfer; whether it could.
+    // Says what transfers are going to use, before the first of them; whether that helps. It is pinned at first use.
     virtual bool register_memory(const infinity_aio_region *, size_t) { return false; }
 
     // Queues a transfer. Nothing need happen before `reap`, which hands over all that was queued at once.

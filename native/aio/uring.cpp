@@ -20,6 +20,7 @@ namespace {
 
 constexpr uint64_t WAKE_TAG = ~uint64_t{0};
 constexpr int64_t MAX_BUFFER = int64_t{1} << 30;
+constexpr size_t MAX_BUFFERS = 1 << 14; // the kernel's own limit
 
 int uring_setup(uint32_t entries, io_uring_params *params) {
     return static_cast<int>(::syscall(__NR_io_uring_setup, entries, params));
@@ -29,9 +30,19 @@ int uring_enter(int fd, uint32_t to_submit, uint32_t min_complete, uint32_t flag
     return static_cast<int>(::syscall(__NR_io_uring_enter, fd, to_submit, min_complete, flags, nullptr, 0));
 }
 
-int uring_register_buffers(int fd, const std::vector<iovec> &buffers) {
-    return static_cast<int>(
-        ::syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()));
+// A table of buffers, none of which is pinned yet.
+bool uring_reserve_buffers(int fd, size_t count) {
+    const std::vector<iovec> none(count);
+    return ::syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS, none.data(), count) >= 0;
+}
+
+bool uring_pin_buffer(int fd, size_t index, const iovec &buffer) {
+    io_uring_rsrc_update2 update;
+    std::memset(&update, 0, sizeof update);
+    update.offset = static_cast<uint32_t>(index);
+    update.data = reinterpret_cast<uint64_t>(&buffer);
+    update.nr = 1;
+    return ::syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) == 1;
 }
 
 class Mapping {
@@ -99,21 +110,23 @@ public:
 
     // The kernel takes at most 1 GiB as one buffer, and a block must lie in one.
     bool register_memory(const infinity_aio_region *regions, size_t count) override {
-        std::vector<iovec> pieces;
         for (size_t i = 0; i < count; ++i)
             for (int64_t at = 0; at < regions[i].length; at += MAX_BUFFER)
-                pieces.push_back({static_cast<char *>(regions[i].address) + at,
-                                  static_cast<size_t>(std::min(MAX_BUFFER, regions[i].length - at))});
-        if (pieces.size() > UINT16_MAX || uring_register_buffers(ring_.get(), pieces) < 0)
-            return false;
-        buffers_ = std::move(pieces);
-        return true;
+                buffers_.push_back({{static_cast<char *>(regions[i].address) + at,
+                                     static_cast<size_t>(std::min(MAX_BUFFER, regions[i].length - at))},
+                                    Pinned::NOT_YET});
+        std::sort(buffers_.begin(), buffers_.end(),
+                  [](const Buffer &a, const Buffer &b) { return a.memory.iov_base < b.memory.iov_base; });
+        if (buffers_.size() <= MAX_BUFFERS && uring_reserve_buffers(ring_.get(), buffers_.size()))
+            return true;
+        buffers_.clear();
+        return false;
     }
 
     void start(uint32_t slot, const Transfer &t) override {
         io_uring_sqe *sqe = next_entry();
-        const size_t buffer = buffer_of(t);
-        if (buffer < buffers_.size()) {
+        const int buffer = pinned_buffer_of(t);
+        if (buffer >= 0) {
             sqe->opcode = t.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
             sqe->buf_index = static_cast<uint16_t>(buffer);
         } else {
@@ -159,15 +172,25 @@ public:
     }
 
 private:
-    // The registered buffer that holds all of a block, or none: their number.
-    size_t buffer_of(const Transfer &t) const {
-        size_t i = 0;
-        for (; i < buffers_.size(); ++i) {
-            const char *const start = static_cast<const char *>(buffers_[i].iov_base);
-            if (t.address >= start && t.address + t.length <= start + buffers_[i].iov_len)
-                break;
-        }
-        return i;
+    enum class Pinned { NOT_YET, YES, REFUSED };
+    struct Buffer {
+        iovec memory;
+        Pinned pinned;
+    };
+
+    // The buffer that holds all of a block, or -1. Pinning makes memory resident, so it waits for the first use.
+    int pinned_buffer_of(const Transfer &t) {
+        const auto after = std::upper_bound(buffers_.begin(), buffers_.end(), t.address,
+                                            [](const char *address, const Buffer &b) { return address < b.memory.iov_base; });
+        if (after == buffers_.begin())
+            return -1;
+        Buffer &buffer = *(after - 1);
+        if (t.address + t.length > static_cast<char *>(buffer.memory.iov_base) + buffer.memory.iov_len)
+            return -1;
+        const int index = static_cast<int>(after - 1 - buffers_.begin());
+        if (buffer.pinned == Pinned::NOT_YET)
+            buffer.pinned = uring_pin_buffer(ring_.get(), index, buffer.memory) ? Pinned::YES : Pinned::REFUSED;
+        return buffer.pinned == Pinned::YES ? index : -1;
     }
 
     io_uring_sqe *next_entry() {
@@ -230,7 +253,7 @@ private:
     uint32_t sq_mask_ = 0, cq_mask_ = 0;
     io_uring_cqe *cqes_ = nullptr;
     io_uring_sqe *sqes_ = nullptr;
-    std::vector<iovec> buffers_; // registered, by their index
+    std::vector<Buffer> buffers_; // by address; places are those of the kernel's table
     uint32_t queued_ = 0;    // entries that the kernel has not taken yet
     uint32_t in_kernel_ = 0; // taken, not completed
     uint64_t wake_value_ = 0;

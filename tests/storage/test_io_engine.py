@@ -152,6 +152,25 @@ def test_several_threads_submit_and_wait(backend: str, file: SwapFile) -> None:
 
 
 @every_backend
+def test_registered_memory_costs_nothing_until_it_is_used(backend: str, file: SwapFile) -> None:
+    def resident() -> int:
+        with open("/proc/self/statm", encoding="ascii") as counters:
+            return int(counters.read().split()[1]) * PAGE_BYTES
+
+    used, unused = HostMemory(16 << 20), HostMemory(128 << 20)
+    used.bytes.fill_(7)
+    engine = open_small(backend)
+    before = resident()
+    engine.register([unused.bytes, used.bytes])
+    engine.write(file, 0, used.bytes).wait()
+    assert resident() - before < 64 << 20
+    into = unused.bytes[: 16 << 20]
+    engine.read(file, 0, into).wait()
+    engine.close()
+    assert torch.equal(into, used.bytes)
+
+
+@every_backend
 def test_nothing_to_move_is_done_at_once(backend: str, file: SwapFile) -> None:
     engine = open_small(backend)
     for ticket in (
