@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG ?= configs/demo.json
 SWAP_DIR ?=
-KILLS ?= 200
+KILLS ?= 100
 SEED ?= 0
 NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
 
@@ -53,7 +53,7 @@ test: build lint sanitize  ## lint, native tests, quick Python tests
 test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
 
-test-faults: build  ## kill runs, fail every I/O of a save (KILLS=..., SEED=...)
+test-faults: build  ## kill 1, 2 ranks; fail every I/O of a save (KILLS=..., SEED=...)
 	$(BIN)/python -m tests.faults.kill_harness --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m pytest -q tests/checkpoint/test_disk_faults.py tests/faults
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -111,14 +114,39 @@ def _join_process_group(limit: timedelta) -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the program with "
             "torchrun --nproc_per_node N, or call torch.distributed.init_process_group first"
         )
+    rank, where = rank_expected(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if rank:
+        await_store(rank, where, limit)
     try:
         dist.init_process_group("gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
+        others = ", ".join(f"rank {other}" for other in range(ranks_expected()) if other != rank)
         raise RankError(
-            f"rank {os.environ['RANK']} did not find the other {ranks_expected() - 1} at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}"
+            f"rank {rank} did not find all the others ({others}) at {where}: {str(error).splitlines()[0]}. One of "
+            "them was not started, has ended, or cannot reach this address"
         ) from None
     atexit.register(_leave_process_group)
+
+
+def await_store(rank: int, where: str, limit: timedelta) -> None:
+    """Returns when somebody listens there; torch by itself tries up to three times as long, with pages of log."""
+    host, port = where.rsplit(":", 1)
+    until = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+            return
+        except ValueError:
+            raise ConfigError(f"the environment variable MASTER_PORT is {port!r}; expected a number") from None
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RankError(
+                    f"rank {rank} did not reach the rendezvous store, which rank 0 or its launcher keeps, at {where} "
+                    f"within {limit.total_seconds():g} s: {error}. Rank 0 was not started, has ended, or its machine "
+                    "cannot be reached from here",
+                    0,
+                ) from None
+            threading.Event().wait(0.05)
 
 
 def _leave_process_group() -> None:

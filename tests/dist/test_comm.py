@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
-from tests.dist.helpers import Launcher, blamed
+from infinity.comm.transport import await_store
+from infinity.errors import ConfigError, RankError
+from tests.dist.helpers import Launcher, blamed, free_port
 
 OPEN = """
 import threading
@@ -120,3 +124,12 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(launcher: Launcher) -> No
     finished = launcher.run(2, code(body, timeout=1.5))
     blamed(finished, 1)
     assert "within infinity.timeout_seconds (1.5 s)" in finished[0].err
+
+
+def test_nobody_listens_where_ranks_meet() -> None:
+    port = free_port()
+    with pytest.raises(RankError, match=f"rank 1 did not reach .* rank 0 .* at 127.0.0.1:{port} within 0.1 s") as lost:
+        await_store(1, f"127.0.0.1:{port}", timedelta(seconds=0.1))
+    assert lost.value.rank == 0
+    with pytest.raises(ConfigError, match="MASTER_PORT is 'here'; expected a number"):
+        await_store(1, "127.0.0.1:here", timedelta(seconds=0.1))
