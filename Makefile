@@ -53,7 +53,7 @@ test: build lint sanitize  ## lint, native tests, quick Python tests
 test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
 
-test-faults: build  ## kill 1, 2 ranks; fail every I/O of a save (KILLS=..., SEED=...)
+test-faults: build  ## kill 1, 2 ranks; fail I/O of a save (KILLS=..., SEED=...)
 	$(BIN)/python -m tests.faults.kill_harness --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m pytest -q tests/checkpoint/test_disk_faults.py tests/faults
 
