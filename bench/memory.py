@@ -140,14 +140,14 @@ def rows(swap: str, steps: int) -> Iterator[dict[str, Any]]:
         plan = predicted(config)
         seen = trained(config, steps)
         planned = {tier.value: plan.total(tier) for tier in Tier}
-        process = seen["before"] + planned["device"] + planned["host"] + plan.micro_batch.outside
+        process = seen["before"] + planned["device"] + planned["host"] + plan.waiting.outside
         yield {
             "name": name,
             "planned": planned,
             "measured": seen["tiers"],
             "arena_bytes_difference": max(abs(seen["tiers"][tier] - planned[tier]) for tier in planned),
             "before": seen["before"],
-            "outside": plan.micro_batch.outside,
+            "outside": plan.waiting.outside,
             "process_planned": process,
             "process_measured": seen["peak"],
             "process_relative_error": seen["peak"] / process - 1,

@@ -8,10 +8,10 @@ from infinity.engine.access import (
     get_full_param,
     set_full_param,
 )
-from infinity.engine.build import plan_model as plan
 from infinity.engine.engine import Engine
 from infinity.engine.initialize import initialize
 from infinity.engine.materialize import Init
+from infinity.engine.planning import plan_model as plan
 from infinity.errors import (
     CapacityError,
     CheckpointError,

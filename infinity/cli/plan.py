@@ -16,7 +16,7 @@ from infinity.cli.machine import measure_machine
 from infinity.cli.train import decoder_config
 from infinity.config import Config
 from infinity.config.size import format_bytes, parse_bytes
-from infinity.engine.build import plan_for
+from infinity.engine.planning import plan_for
 from infinity.errors import ConfigError
 from infinity.nn.decoder import Decoder
 from infinity.plan.bill import Plan
@@ -64,14 +64,14 @@ def plan(
         traffic = step_traffic(planned, found, accumulation, inputs_swapped=accumulation * swapped)
         numbers = _machine(settings, measure=measure, saved=machine)
         predicted = None
-        if numbers is not None and planned.micro_batch is not None:
+        if numbers is not None and planned.waiting is not None:
             predicted = forecast(
                 numbers,
                 traffic,
-                tokens=accumulation * planned.micro_batch.tokens,
+                tokens=accumulation * planned.waiting.micro_batch.tokens,
                 parameters=planned.parameters,
                 trained=planned.trained_parameters // ranks,
-                recompute=bool(planned.micro_batch.inputs),
+                recompute=bool(planned.waiting.micro_batch.inputs),
             )
         on_host = ranks if ranks_per_host is None else min(ranks, ranks_per_host)
         wear = Wear(on_host * traffic.written, parse_bytes(endurance))

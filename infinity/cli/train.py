@@ -151,10 +151,13 @@ class _Run:
         """Build the model on its tiers, train it, take everything down again."""
         settings = self._config.with_overrides(["steps_per_print=0"])  # what a step was is told here, once
         with torch.device("meta"):
-            infinity.plan(Decoder(self._shape), settings, self._world_size)  # a model that cannot fit is not built
+            tokens = torch.zeros(self._batch.micro_batch_size, settings.run.sequence_length, dtype=torch.long)
+            batch = tokens, tokens
+            # What cannot fit is not built.
+            infinity.plan(Decoder(self._shape), settings, self._world_size, micro_batch=batch)
         with infinity.Init(settings):
             model = Decoder(self._shape)
-        engine, _, _, _ = infinity.initialize(model=model, config=settings)
+        engine, _, _, _ = infinity.initialize(model=model, config=settings, micro_batch=batch)
         try:
             done = self._done = self._checkpoints.resume(engine, self._loader)
             if self._is_first:

@@ -108,7 +108,7 @@ class Config(Schema):
         if kind is StateKind.ACTIVATION:
             if self.infinity.activations == "device" and self.activation_checkpointing.cpu_checkpointing:
                 return Tier.HOST
-            return Tier(self.infinity.activations)
+            return None if self.infinity.activations == "auto" else Tier(self.infinity.activations)
         stage = self.zero_optimization.stage
         if stage == 0 or (stage < 3 and kind is StateKind.PARAM):
             return Tier.DEVICE

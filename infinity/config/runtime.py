@@ -87,8 +87,8 @@ class InfinityConfig(Block):
         dict[str, bool] | bool | Auto, PlainValidator(_recompute, json_schema_input_type=Any), AS_JSON
     ] = "auto"
     """Which units run again in backward instead of keeping their activations."""
-    activations: Literal["device", "host", "nvme"] = "device"
-    """The tier that keeps the inputs of recomputed units."""
+    activations: Literal["auto", "device", "host", "nvme"] = "device"
+    """The tier that keeps the inputs of recomputed units; "auto" fills one after the other, given a micro-batch."""
     units: Units = "auto"
     """Class names or module name patterns whose parameters move together."""
     tile_bytes: AutoSomeBytes = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from infinity.config import Config
 from infinity.device.cpu import CpuDevice
 from infinity.device.lane import CallersLane, Lane
 from infinity.engine.homes import Homes
+from infinity.engine.planning import plan_for
 from infinity.engine.ranks import check_alike, on_own_cores, ranked_updater, share_of_threads, shared_units, whole_sums
 from infinity.errors import ConfigError
 from infinity.memory.arena import Arena, SlabPool
@@ -26,13 +27,10 @@ from infinity.obs.ledger import Ledger
 from infinity.optim.rules import AdamRule
 from infinity.optim.updater import Updater
 from infinity.plan import Plan, PlanLine
-from infinity.plan.memory import READ_AHEAD, slab_classes
-from infinity.plan.micro_batch import MicroBatch
 from infinity.plan.placement import STREAMED_KINDS
-from infinity.plan.recompute import recomputes
-from infinity.plan.tiling import plan_units
+from infinity.plan.slabs import slab_classes
 from infinity.shard.ownership import shard_of
-from infinity.shard.partition import Partition, Unit, partition
+from infinity.shard.partition import Partition, Unit
 from infinity.storage.activation_file import ActivationFile
 from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, SplitStore, Store
@@ -49,8 +47,6 @@ from infinity.stream.params import ParamStream
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
 
 log = logging.getLogger("infinity")
-
-COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -119,85 +115,29 @@ class Parts:
                 last_to_first.callback(self.watchdog.close)
 
 
-def plan_for(
+def build_parts(
     model: nn.Module,
     config: Config,
+    injected: Injected,
     *,
-    world_size: int = 1,
-    read_ahead: int | None = None,
-    moments: bool | None = None,
-    local_ranks: int = 1,
+    moments: bool = True,
     micro_batch: Any = None,
     layer_major: bool = False,
-) -> tuple[Partition, Plan]:
-    """The units of a model, which may be on the meta device, with the plan for them."""
-    if moments is None:
-        moments = config.optimizer is None or config.optimizer.adam is not None
-    ahead = READ_AHEAD if read_ahead is None else read_ahead
-    return plan_units(
-        model,
-        config,
-        COMPUTE_DTYPES[config.param_dtype],
-        world_size=world_size,
-        read_ahead=ahead,
-        moments=moments,
-        local_ranks=local_ranks,
-        micro_batch=None if micro_batch is None else _predicted(model, config, micro_batch),
-        together=config.resolve_batch(world_size).accumulation_steps if layer_major else 1,
-    )
-
-
-def _predicted(model: nn.Module, config: Config, micro_batch: Any) -> MicroBatch:
-    from infinity.plan.activations import predict  # brings torch's symbolic machinery with it, which only this needs
-
-    units = config.infinity.units
-    found = partition(model, units if isinstance(units, str) else list(units))
-    modules = dict(model.named_modules())
-    again = {e.path for e in found.entries if recomputes(config, e.path, modules[e.path], is_block=e.is_block)}
-    return predict(
-        model,
-        micro_batch,
-        recomputed=again,
-        blocks={entry.path for entry in found.entries if entry.is_block},
-        dtype=COMPUTE_DTYPES[config.param_dtype],
-        move=config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE,
-    )
-
-
-def plan_model(
-    model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
-    world_size: int = 1,
-    *,
-    micro_batch: Any = None,
-    layer_major: bool = False,
-) -> Plan:
-    """What training ``model`` (it may be on the meta device) would allocate; allocates nothing itself.
-
-    With a ``micro_batch`` (a tuple of arguments, a dict of keyword arguments, or one argument; tensors on the meta
-    device will do) it also says what activations take: the model is run on tensors without data. ``layer_major``
-    plans for ``train_batch``, which has all micro-batches of a step in flight at once. Raises ``CapacityError`` with
-    what would fit.
-    """
-    return plan_for(
-        model, Config.load(config), world_size=world_size, micro_batch=micro_batch, layer_major=layer_major
-    )[1]
-
-
-def build_parts(model: nn.Module, config: Config, injected: Injected, *, moments: bool = True) -> Parts:
+) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
     _check_supported(config)
     ledger = injected.ledger or Ledger()
     group = open_group(config.infinity.timeout_seconds, ledger, injected.delay)
     try:
-        return _build(model, config, injected, group, ledger, moments=moments)
+        batch = {"micro_batch": micro_batch, "layer_major": layer_major}
+        return _build(model, config, injected, group, ledger, moments=moments, **batch)
     except BaseException:
         group.close()
         raise
 
 
 def _build(
-    model: nn.Module, config: Config, injected: Injected, group: Group, ledger: Ledger, *, moments: bool
+    model: nn.Module, config: Config, injected: Injected, group: Group, ledger: Ledger, *, moments: bool, **batch: Any
 ) -> Parts:
     found, plan = plan_for(
         model,
@@ -206,6 +146,7 @@ def _build(
         read_ahead=injected.read_ahead,
         moments=moments,
         local_ranks=group.local_world_size,
+        **batch,
     )
     check_alike(group, model, config, found, plan, moments=moments)
     _check_update_in_backward(config, group.world_size, moments=moments)
@@ -215,9 +156,11 @@ def _build(
     memories: list[HostMemory] = []
     arenas = {}
     for tier in (Tier.DEVICE, Tier.HOST):
-        memory = device.allocate(plan.total(tier)) if tier is Tier.DEVICE else HostMemory(plan.total(tier))
+        nbytes = plan.arena_bytes(tier)
+        memory = device.allocate(nbytes) if tier is Tier.DEVICE else HostMemory(nbytes)
         memories.append(memory)
         arenas[tier] = Arena(tier, memory.bytes)
+    arenas[Tier.DEVICE].occupy(plan.total(Tier.DEVICE) - plan.arena_bytes(Tier.DEVICE))  # which torch allocates
     slices = tuple(shard_of(unit, group.rank) for unit in found.units)
     updated = found.units if StateKind.MASTER in plan.placement.whole else slices
     homes = Homes(group, plan.placement, found.units, slices)
@@ -328,7 +271,7 @@ def _open_stores(parts: Parts, injected: Injected) -> None:
 
 def _activation_files(parts: Parts) -> list[SwapFile]:
     """An empty file on every disk that unit inputs may go to."""
-    if parts.config.tier_of(StateKind.ACTIVATION) is not Tier.NVME:
+    if _inputs_tier(parts) is not Tier.NVME:
         return []
     files = []
     for path in map(os.path.abspath, parts.config.swap_directories(StateKind.ACTIVATION)):
@@ -343,16 +286,24 @@ def _activation_files(parts: Parts) -> list[SwapFile]:
 def _open_activations(parts: Parts, files: list[SwapFile], injected: Injected) -> None:
     """Unit inputs may fill what the host budget leaves, in memory that is neither pinned nor touched before its use."""
     plan, arena, budget = parts.plan, parts.arenas[Tier.HOST], parts.plan.budgets[Tier.HOST]
-    if parts.config.tier_of(StateKind.ACTIVATION) is Tier.DEVICE or budget is None:
+    if _inputs_tier(parts) is Tier.DEVICE or budget is None:
         return
-    region = HostMemory((budget - plan.total(Tier.HOST)) // PAGE_BYTES * PAGE_BYTES)
+    region = HostMemory((budget - plan.arena_bytes(Tier.HOST)) // PAGE_BYTES * PAGE_BYTES)
     parts.memories.append(region)
     spill = None
     if files:
         assert parts.io is not None
         space = plan.budgets[Tier.NVME]
-        spill = ActivationFile(parts.io, files, None if space is None else space - plan.total(Tier.NVME), parts.ledger)
-    parts.activations = ActivationStream(arena, region.bytes, spill, parts.ledger, poison=injected.poison)
+        left = None if space is None else space - plan.arena_bytes(Tier.NVME)
+        spill = ActivationFile(parts.io, files, left, parts.ledger)
+    window = None if plan.waiting is None else plan.waiting.window
+    parts.activations = ActivationStream(arena, region.bytes, spill, parts.ledger, window, poison=injected.poison)
+
+
+def _inputs_tier(parts: Parts) -> Tier:
+    """Where the inputs of recomputed units go, as far as they leave the device."""
+    waiting, asked = parts.plan.waiting, parts.config.tier_of(StateKind.ACTIVATION)
+    return waiting.tier if waiting is not None else asked or Tier.DEVICE
 
 
 def _reserve_swap(parts: Parts, kinds: Iterable[StateKind]) -> dict[StateKind, dict[int, Extent]]:

@@ -147,6 +147,12 @@ class Engine(Keeping):
                 "finish it with forward, backward and step() first"
             )
         self._runtime.check()
+        waiting = self._parts.plan.waiting
+        if waiting is not None and waiting.device and waiting.together < steps:
+            raise ScheduleError(
+                f"train_batch has {steps} micro-batches in flight at once, but activations were planned for "
+                f"{waiting.together}; give infinity.initialize layer_major=True"
+            )
         with self._runtime.alone():
             losses = layer_major.run(
                 self._runtime, self.module, micro_batches, self._scaler.scale / self._runtime.shares
@@ -300,7 +306,7 @@ class Engine(Keeping):
 
     @property
     def plan(self) -> Plan:
-        """What was allocated; unit inputs away from the device are in it once the first step has shown their sizes."""
+        """What was allocated; unit inputs away from the device as the first step has shown them, or as predicted."""
         plan, usage = self._parts.plan, self._parts.activations.usage()
         return plan.with_unit_inputs(usage["host"], usage["nvme"])
 

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from infinity.config import Config
 from infinity.engine.attach import bind_units, check_parameters, store_values, tiled_parameters
-from infinity.engine.build import COMPUTE_DTYPES, Injected, Parts, build_parts
+from infinity.engine.build import Injected, Parts, build_parts
 from infinity.engine.engine import Engine
 from infinity.engine.placeholder import OffloadedParameter
+from infinity.engine.planning import COMPUTE_DTYPES
 from infinity.engine.runtime import Runtime
 from infinity.engine.sharing import SharedBatches
 from infinity.engine.tiled_parameter import TiledParameter
@@ -45,6 +46,8 @@ def initialize(
     training_data: Any = None,
     collate_fn: Callable[..., Any] | None = None,
     *,
+    micro_batch: Any = None,
+    layer_major: bool = False,
     injected: Injected | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
     """Moves ``model`` onto its tiers; returns ``(engine, optimizer, loader, scheduler)``.
@@ -53,6 +56,9 @@ def initialize(
     in no group are not trained. ``optimizer``: one of torch's, whose groups are taken over; Adam and AdamW run in
     the native kernels. ``lr_scheduler``: a
     torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()`` unless it needs a metric.
+    ``micro_batch``: one as ``train_batch`` takes it, on any device; with it the plan is made for what waits for its
+    backward too (``infinity.recompute`` and ``infinity.activations`` "auto", refusals). ``layer_major`` says that
+    ``train_batch`` will be used, which has all micro-batches of a step in flight at once.
     Raises ``ConfigError``, ``CapacityError`` or ``StorageError`` before the model is touched, unless it is a disk that
     fails while parameters are being moved to it: then the model has to be built again. An error that a scheduler or
     loader raises finds the model with parameters in RAM again.
@@ -62,7 +68,8 @@ def initialize(
     groups, defaults = _parameter_groups(model, settings, model_parameters, optimizer)
     shadow = _shadow(settings, optimizer, groups)
     _freeze_others(model, groups)
-    parts = build_parts(model, settings, injected or Injected(), moments=shadow is None)
+    batch = {"micro_batch": micro_batch, "layer_major": layer_major}
+    parts = build_parts(model, settings, injected or Injected(), moments=shadow is None, **batch)
     try:
         if shadow is not None and parts.partition.tiled:
             raise ConfigError(
@@ -105,7 +112,6 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     }
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
-    runtime.activations = parts.activations
     runtime.settle_parts = parts.settle
     runtime.timeout_seconds = parts.config.infinity.timeout_seconds
     runtime.homes = parts.homes
@@ -124,10 +130,13 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
         parts.group.broadcast(f"the buffer {name}", buffer, 0)
     entries = []
     modules = dict(model.named_modules())
+    waiting = parts.plan.waiting
+    kept, staying = (waiting.kept, waiting.staying) if waiting is not None else (frozenset(), frozenset())
     for entry in parts.partition.entries:
         module = modules[entry.path]
-        recompute = recomputes(parts.config, entry.path, module, is_block=entry.is_block)
-        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute))
+        recompute = recomputes(parts.config, entry.path, module, is_block=entry.is_block) and entry.path not in kept
+        moves = None if entry.path in staying else parts.activations
+        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute, activations=moves))
     called = {entry.path for entry in parts.partition.entries}
     for path, module in modules.items():
         offloaded = [p for p in module._parameters.values() if isinstance(p, OffloadedParameter)]

@@ -23,7 +23,6 @@ from infinity.engine.tree import Tree, tensors_in
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError, StorageError
 from infinity.obs.ledger import Ledger
-from infinity.stream.activations import Activations, DeviceActivations
 from infinity.stream.exchange import GradExchange
 from infinity.stream.grads import GradStream
 from infinity.stream.params import ParamStream, Phase
@@ -143,7 +142,6 @@ class Runtime:
         self.micro_steps = MicroSteps(self.say_once)
         self.loss_is_scaled = False
         self.param_tier = "host"
-        self.activations: Activations = DeviceActivations()
         self.settle_parts: Callable[[], None]
         self.homes: Homes
         self.tiled = TiledParameters()

@@ -31,7 +31,7 @@ from infinity.engine.runtime import Frame, Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError
-from infinity.stream.activations import ON_DEVICE, Inputs
+from infinity.stream.activations import ON_DEVICE, Activations, DeviceActivations, Inputs
 from infinity.stream.params import Phase
 
 _PLAIN = (
@@ -54,6 +54,7 @@ class EntryModule:
         units: tuple[int, ...],
         *,
         recompute: bool,
+        activations: Activations | None = None,
         guest: bool = False,
     ) -> None:
         self.runtime = runtime
@@ -61,6 +62,7 @@ class EntryModule:
         self.module = module
         self.units = units
         self.recompute = recompute
+        self.activations = activations or DeviceActivations()
         self.guest = guest
         self.compute: Callable[..., Any] = module.forward
         self.state = ModuleState(module)
@@ -262,7 +264,7 @@ class Call:
         runtime = self.entry.runtime
         self.outputs = None
         self._given.forget_values()
-        self.moved, staying = runtime.activations.keep(tensors, lambda tensor: runtime.lent(tensor) is not None)
+        self.moved, staying = self.entry.activations.keep(tensors, lambda tensor: runtime.lent(tensor) is not None)
         return staying
 
     def open(self, turn: Turn, tensors: Sequence[torch.Tensor]) -> Any:

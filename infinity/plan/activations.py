@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,15 +26,15 @@ def predict(
     inputs: Any,
     *,
     recomputed: Collection[str],
+    moved: Collection[str],
     blocks: Collection[str],
     dtype: torch.dtype | None,
-    move: bool,
 ) -> MicroBatch:
     """Forward and backward of ``model``, on the meta device or not, given one micro-batch; nothing is computed.
 
-    ``inputs``: a tuple of arguments, a dict of keyword arguments, or one argument, of tensors on any device. ``move``
-    says that the inputs of recomputed units leave the device. Raises whatever the model raises where it looks at a
-    value.
+    ``inputs``: a tuple of arguments, a dict of keyword arguments, or one argument, of tensors on any device. ``moved``
+    are the ``recomputed`` units (by path, as all) whose inputs leave the device, ``blocks`` those that repeat. Raises
+    whatever the model raises where it looks at a value.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(_without_data(model, dtype))
@@ -43,10 +43,12 @@ def predict(
         owned = {id(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
         owned |= {id(leaf.untyped_storage()) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
         watch = stack.enter_context(_LiveBytes(owned))
-        calls = _Calls(watch, move)
+        calls = _Calls(watch)
         for path, module in model.named_modules():
             if path in recomputed:
-                stack.enter_context(calls.recomputing(path, module))
+                stack.enter_context(calls.recomputing(path, module, moves=path in moved))
+            elif path in blocks:
+                stack.enter_context(calls.keeping(path, module))
             if isinstance(module, nn.Linear) and not any(_inside(path, block) for block in blocks):
                 stack.callback(module.register_forward_hook(calls.note_output).remove)
         for parameter in model.parameters():
@@ -64,6 +66,7 @@ def predict(
             watch.peak,
             calls.logits,
             max((leaf.numel() for leaf in numbers), default=0),
+            tuple(calls.order),
         )
 
 
@@ -101,61 +104,84 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.now -= self._live[key]
             self._live[key] = 0
 
+    def remember(self, storage: torch.UntypedStorage) -> None:
+        """The storage is here again, or still, until nobody uses it."""
+        key = id(storage)
+        if self._live.get(key) == 0:
+            self._live[key] = storage.nbytes()
+            self.now += self._live[key]
+            self.peak = max(self.peak, self.now)
+
     def _gone(self, key: int, _: object) -> None:
         self.now -= self._live.pop(key, 0)
         self._refs.pop(key, None)
 
 
 class _Calls:
-    """Notes what recomputed units are given."""
+    """Notes what blocks are given, in which order, which of it stays."""
 
-    def __init__(self, watch: _LiveBytes, move: bool) -> None:
+    def __init__(self, watch: _LiveBytes) -> None:
         self._watch = watch
-        self._move = move
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._backward = False
+        self._seen: dict[tuple[int, bool], weakref.ref[torch.Tensor]] = {}
+        self._number: dict[tuple[int, bool], int] = {}
+        self._staying: dict[int, weakref.ref[torch.Tensor]] = {}
         self.inputs: list[UnitInput] = []
-        self._number: dict[int, int] = {}
+        self.order: dict[str, None] = {}
         self.largest = 0
         self.logits = 0
 
-    @contextmanager
-    def recomputing(self, path: str, module: nn.Module) -> Iterator[None]:
+    def recomputing(self, path: str, module: nn.Module, *, moves: bool) -> AbstractContextManager[None]:
         """Inside, the module keeps its inputs only, as the engine has it."""
-        own, forward = module.__dict__.get("forward"), module.forward
+        forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self.order[path] = None
             result = checkpoint(
                 forward, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **kwargs
             )
             if torch.is_grad_enabled():
-                self._note(path, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+                self._note(path, _tensors(args, kwargs), moves)
             return result
 
-        module.forward = run
-        try:
-            yield
-        finally:
-            del module.__dict__["forward"]
-            if own is not None:
-                module.forward = own
+        return _forward_is(module, run)
 
-    def _note(self, path: str, tensors: list[torch.Tensor]) -> None:
+    def keeping(self, path: str, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the module keeps its activations, which its inputs are taken to be part of."""
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.order[path] = None
+            self._stay([tensor for tensor in _tensors(args, kwargs) if may_move(tensor)])
+            return forward(*args, **kwargs)
+
+        return _forward_is(module, run)
+
+    def _stay(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._staying[id(tensor)] = weakref.ref(tensor)
+            self._watch.remember(tensor.untyped_storage())
+
+    def _note(self, path: str, tensors: list[torch.Tensor], moves: bool) -> None:
         together = 0
-        for tensor in {id(tensor): tensor for tensor in tensors if may_move(tensor)}.values():
+        mine = list({id(tensor): tensor for tensor in tensors if may_move(tensor)}.values())
+        if not moves:
+            self._stay(mine)
+        for tensor in mine:
             nbytes = round_up(tensor.nbytes, PAGE_BYTES)
             together += nbytes
-            known = self._seen.get(id(tensor))
+            key = id(tensor), moves
+            known = self._seen.get(key)
             if known is None or known() is not tensor:
-                self._seen[id(tensor)] = weakref.ref(tensor)
-                self._number[id(tensor)] = len(self.inputs)
-                self.inputs.append(UnitInput(path, nbytes, path))
-                if self._move:
+                self._seen[key] = weakref.ref(tensor)
+                self._number[key] = len(self.inputs)
+                self.inputs.append(UnitInput(path, nbytes, path, moves))
+                staying = self._staying.get(id(tensor))
+                if moves and (staying is None or staying() is not tensor):
                     self._watch.forget(tensor.untyped_storage())
             else:
-                number = self._number[id(tensor)]
+                number = self._number[key]
                 self.inputs[number] = replace(self.inputs[number], last=path)
-        self.largest = max(self.largest, together)
+        self.largest = max(self.largest, together if moves else 0)
 
     def note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook of a linear layer that may be the head."""
@@ -164,10 +190,27 @@ class _Calls:
 
 
 @contextmanager
+def _forward_is(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.forward = run
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.forward = own
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Inside, the model's tensors have shapes and dtypes only, as the engine would compute with them."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, Any] = {}
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]  # which forward may set
     try:
         for module in model.modules():
             for store in (module._parameters, module._buffers):
@@ -189,6 +232,9 @@ def _without_data(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
     finally:
         for store, name, tensor in places:
             store[name] = tensor
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def filled(plan: Plan, partition: Partition, config: Config, available: int) -> 
     free = [
         kind for kind in OPTIMIZER_KINDS if placement[kind] is Tier.NVME and config.tier_of(kind) is None
     ]  # fmt: skip
-    unknown = plan.micro_batch is None and config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE
+    unknown = plan.waiting is None and config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE
     if not free or budget is None or unknown:
         return placement
     room = min(budget, available - plan.total(Tier.DEVICE)) - plan.total(Tier.HOST)

@@ -6,19 +6,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.config.size import format_bytes, is_decimal
-from infinity.plan.micro_batch import MicroBatch
 from infinity.plan.placement import Placement
+from infinity.plan.waiting import Waiting
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
 
 
 @dataclass(frozen=True)
 class PlanLine:
-    """``count`` regions of ``nbytes`` each on one tier."""
+    """``count`` regions of ``nbytes`` each on one tier, cut out of its arena or beside it."""
 
     tier: Tier
     purpose: str
     count: int
     nbytes: int
+    in_arena: bool = True
 
     @property
     def total(self) -> int:
@@ -35,7 +36,7 @@ class Plan:
     NVMe bytes of one optimizer step in which every trained parameter has a gradient. With several ranks
     ``collection_slabs`` maps the size of a slab in which a unit's gradients are collected for the others to how many
     there are; ``received_bytes`` takes in what the others send of one unit. ``largest`` is the largest unit
-    by name with its bytes in compute dtype, ``micro_batch`` what one was predicted to need.
+    by name with its bytes in compute dtype, ``waiting`` what of a micro-batch waits for backward, if one is known.
     """
 
     placement: Placement
@@ -53,16 +54,23 @@ class Plan:
     update_written: int
     collection_slabs: dict[int, int] = field(default_factory=dict)
     received_bytes: int = 0
-    micro_batch: MicroBatch | None = None
+    waiting: Waiting | None = None
     largest: tuple[str, int] | None = None
 
     def total(self, tier: Tier) -> int:
         """Planned bytes of ``tier``."""
         return sum(line.total for line in self.lines if line.tier is tier)
 
+    def arena_bytes(self, tier: Tier) -> int:
+        """Planned bytes of ``tier`` that its arena is cut into; the rest is what waits for backward."""
+        return sum(line.total for line in self.lines if line.tier is tier and line.in_arena)
+
     def with_unit_inputs(self, host: int, nvme: int) -> Plan:
-        """The plan with what the inputs of recomputed units need away from the device, in bytes."""
-        return replace(self, lines=self.lines + unit_inputs(host, nvme))
+        """The plan with what the inputs of recomputed units were seen to need away from the device, in bytes."""
+        if not host:
+            return self
+        others = tuple(line for line in self.lines if line.in_arena or line.tier is Tier.DEVICE)
+        return replace(self, lines=others + unit_inputs(host, nvme))
 
     @property
     def decimal(self) -> bool:
@@ -94,17 +102,19 @@ class Plan:
         tail = [f"optimizer sub-group: {self.subgroup_numel:,} elements, {self.ring} in flight"]
         if self.largest is not None:
             tail.append(f"largest unit: {self.largest[0]}, {format_bytes(self.largest[1], decimal)}")
-        batch = self.micro_batch
-        if batch is not None:
+        waiting = self.waiting
+        if waiting is not None:
+            logits = format_bytes(waiting.micro_batch.logits, decimal)
+            tail += waiting.told()
             tail.append(
-                f"outside the budgets: {format_bytes(batch.outside, decimal)} of activations, temporaries, gradients "
-                f"on their way at the peak of a micro-batch; its logits are {format_bytes(batch.logits, decimal)}"
+                f"outside the budgets: {format_bytes(waiting.outside, decimal)} of activations, temporaries, gradients "
+                f"on their way at the peak of a micro-batch; its logits are {logits}"
             )
         return "\n".join([head, *body, *tail])
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain values; every size in bytes, for one rank."""
-        batch = self.micro_batch
+        waiting = self.waiting
         return {
             "parameters": self.parameters,
             "trained_parameters": self.trained_parameters,
@@ -125,18 +135,26 @@ class Plan:
             "update_read_bytes": self.update_read,
             "update_written_bytes": self.update_written,
             "micro_batch": None
-            if batch is None
+            if waiting is None
             else {
-                "tokens": batch.tokens,
-                "unit_input_bytes": sum(one.nbytes for one in batch.inputs),
-                "outside_bytes": batch.outside,
-                "logits_bytes": batch.logits,
+                "tokens": waiting.micro_batch.tokens,
+                "unit_input_bytes": sum(one.nbytes for one in waiting.micro_batch.inputs),
+                "outside_bytes": waiting.outside,
+                "logits_bytes": waiting.micro_batch.logits,
+                "units_kept": sorted(waiting.kept),
+                "inputs_staying": sorted(waiting.staying),
             },
         }
 
 
 def unit_inputs(host: int, nvme: int) -> tuple[PlanLine, ...]:
     """What the inputs of recomputed units need away from the device, in bytes."""
-    inputs = PlanLine(Tier.HOST, "unit inputs, window" if nvme else "unit inputs", 1, host)
-    swap = PlanLine(Tier.NVME, "unit inputs, swap", 1, nvme)
+    inputs = PlanLine(Tier.HOST, "unit inputs, window" if nvme else "unit inputs", 1, host, in_arena=False)
+    swap = PlanLine(Tier.NVME, "unit inputs, swap", 1, nvme, in_arena=False)
     return tuple(line for line in (inputs, swap) if line.nbytes)
+
+
+def waiting_lines(waiting: Waiting) -> tuple[PlanLine, ...]:
+    """What waits for backward on each tier."""
+    device = PlanLine(Tier.DEVICE, "activations until backward", 1, waiting.device, in_arena=False)
+    return ((device,) if waiting.device else ()) + unit_inputs(waiting.host, waiting.nvme)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,20 +13,15 @@ from infinity.config import Config
 from infinity.config.size import format_bytes, is_decimal
 from infinity.errors import CapacityError
 from infinity.plan.auto import filled
-from infinity.plan.bill import Plan, PlanLine, unit_inputs
-from infinity.plan.buffers import buffered_ring, wanted_slabs, within_buffer
-from infinity.plan.micro_batch import MicroBatch
+from infinity.plan.bill import Plan, PlanLine, waiting_lines
+from infinity.plan.buffers import buffered_ring, within_buffer
 from infinity.plan.placement import OPTIMIZER_KINDS, STREAMED_KINDS, Placement, candidates
 from infinity.plan.ram import available_host_memory, installed_host_memory
+from infinity.plan.slabs import grad_slabs, slab_classes, with_param_slabs
+from infinity.plan.waiting import Waiting, Waits
 from infinity.shard.partition import Partition, Unit
 from infinity.shard.subgroups import subgroups
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
-
-PERSISTENT_BYTES = 256 << 10
-"""Units up to this size keep a slab of their own: fetching them again costs more than it saves."""
-
-AUTO_SLABS = 4
-"""Slabs per size when the device budget is "auto": in use, used last, on their way in twice."""
 
 AUTO_HOST_FRACTION = 0.8
 """Share of the RAM still available that "auto" lets streamed state use; the rest is the model's own activations."""
@@ -35,7 +30,6 @@ AUTO_SUBGROUP_NUMEL = 2 << 20
 MIN_SUBGROUP_NUMEL = 64 << 10
 READ_AHEAD = 2
 WRITE_BEHIND = 2
-GRAD_SLABS = 2
 COLLECTION_SLABS = 2
 """Units whose gradients may be on their way to other ranks, or be collected for it, per slab size."""
 
@@ -48,14 +42,13 @@ def plan_memory(
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
     local_ranks: int = 1,
-    micro_batch: MicroBatch | None = None,
-    together: int = 1,
+    waits: Waits | None = None,
 ) -> Plan:
     """The first placement the config allows that fits every budget.
 
     Without ``moments`` the optimizer is torch's: it is given whole units, and its own state is not in the plan. The
-    plan is one rank's; ``local_ranks`` of them share this machine's RAM. With ``micro_batch`` the plan has unit inputs
-    that leave the device, of ``together`` micro-batches at once; without it the first step learns them.
+    plan is one rank's; ``local_ranks`` of them share this machine's RAM. With ``waits`` a micro-batch is known, so the
+    plan has what waits for its backward; without it the first step learns which unit inputs leave the device.
 
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
@@ -64,80 +57,84 @@ def plan_memory(
     ranks = partition.units[0].layout.world_size if partition.units else 1
     for placement in candidates(config, device_is_host=device_is_host, moments=moments, ranks=ranks):
         try:
-            inputs: tuple[PlanLine, ...] = ()
-            if micro_batch is not None:
-                inputs = unit_inputs(*micro_batch.away(config.tier_of(StateKind.ACTIVATION) or Tier.DEVICE, together))
-            plan = _plan(partition, config, placement, budgets, read_ahead, local_ranks, inputs)
-            plan = replace(plan, micro_batch=micro_batch)
+            base = _Base(partition, config, budgets, read_ahead, local_ranks)
+            if waits is not None:
+                base = replace(base, waiting=waits.within(*_room(base.plan(placement, spare=False))))
+            plan = base.checked(placement)
             available = available_host_memory() // local_ranks if device_is_host else sys.maxsize
             split = filled(plan, partition, config, available)
-            if not split.near:
-                return plan
-            plan = _plan(partition, config, split, budgets, read_ahead, local_ranks, inputs)
-            return replace(plan, micro_batch=micro_batch)
+            return base.checked(split) if split.near else plan
         except CapacityError as error:
             refusals.append(error)
     raise min(refusals, key=lambda refusal: refusal.missing)
 
 
-def slab_classes(units: Sequence[Unit], sizes: Sequence[int]) -> dict[int, list[Unit]]:
-    """Units grouped by the slab size that serves them: at most a quarter of a slab is ever left unused."""
-    classes: dict[int, list[Unit]] = {}
-    ceiling = 0
-    for size, _, unit in sorted(
-        ((size, unit.index, unit) for unit, size in zip(units, sizes, strict=True)), reverse=True
-    ):
-        if not ceiling or size < ceiling - ceiling // 4:
-            ceiling = size
-        classes.setdefault(ceiling, []).append(unit)
-    return classes
+@dataclass(frozen=True)
+class _Base:
+    """What a plan is made from beside its placement."""
+
+    partition: Partition
+    config: Config
+    budgets: dict[Tier, int | None]
+    read_ahead: int
+    local_ranks: int
+    waiting: Waiting | None = None
+
+    def checked(self, placement: Placement) -> Plan:
+        """The plan for ``placement``, within its budgets, within the machine's RAM."""
+        plan = self.plan(placement, spare=True)
+        _check_budgets(plan, self.partition)
+        if placement.device_is_host:
+            _check_ram(plan, self.local_ranks)
+        return plan
+
+    def plan(self, placement: Placement, *, spare: bool) -> Plan:
+        """The plan for ``placement``, whatever the budgets; without ``spare`` with few slabs only."""
+        partition = self.partition
+        trained = [unit for unit in partition.units if unit.trainable]
+        lines = _state_lines(placement, partition)
+        slabs: dict[int, int] = {}
+        if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
+            sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
+            slabs = {
+                nbytes: grad_slabs(placement, units, partition)
+                for nbytes, units in slab_classes(trained, sizes).items()
+            }
+        lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in slabs.items()]
+        collection_slabs: dict[int, int] = {}
+        received = 0
+        if placement.ranks > 1 and trained:
+            classes = slab_classes(trained, [unit.layout.nbytes() for unit in trained])
+            users = Counter(index for entry in partition.entries for index in entry.units)
+            collection_slabs = {
+                nbytes: min(COLLECTION_SLABS, len(units)) + sum(max(0, users[unit.index] - 1) for unit in units)
+                for nbytes, units in classes.items()
+            }
+            sums = torch.float32 if StateKind.GRAD in placement.whole else None  # which no_sync leaves to be sent
+            received = max(unit.layout.nbytes(sums) - unit.layout.shard_nbytes(sums) for unit in trained)
+            lines += [
+                PlanLine(Tier.DEVICE, "gradients to send", count, each) for each, count in collection_slabs.items()
+            ]
+            lines.append(PlanLine(Tier.DEVICE, "gradients received", 1, received))
+        if self.waiting is not None:
+            lines += waiting_lines(self.waiting)
+        update_read, update_written = _update_traffic(placement, trained)
+        base = Plan(
+            placement, tuple(lines), self.budgets, {}, slabs, {}, 0, partition.parameters,
+            partition.trained_parameters, self.read_ahead, 0, update_read, update_written, collection_slabs, received,
+            self.waiting,
+        )  # fmt: skip
+        biggest = max(partition.units, key=lambda unit: unit.layout.nbytes(), default=None)
+        if biggest is not None:
+            base = replace(base, largest=(biggest.name, biggest.layout.nbytes()))
+        return _with_subgroups(with_param_slabs(base, partition, self.config, spare=spare), trained, self.config)
 
 
-def _plan(
-    partition: Partition,
-    config: Config,
-    placement: Placement,
-    budgets: dict[Tier, int | None],
-    read_ahead: int,
-    local_ranks: int,
-    inputs: tuple[PlanLine, ...],
-) -> Plan:
-    trained = [unit for unit in partition.units if unit.trainable]
-    lines = _state_lines(placement, partition)
-    grad_slabs: dict[int, int] = {}
-    if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
-        sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
-        grad_slabs = {
-            nbytes: _grad_slabs(placement, units, partition) for nbytes, units in slab_classes(trained, sizes).items()
-        }
-    lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in grad_slabs.items()]
-    collection_slabs: dict[int, int] = {}
-    received = 0
-    if placement.ranks > 1 and trained:
-        classes = slab_classes(trained, [unit.layout.nbytes() for unit in trained])
-        users = Counter(index for entry in partition.entries for index in entry.units)
-        collection_slabs = {
-            nbytes: min(COLLECTION_SLABS, len(units)) + sum(max(0, users[unit.index] - 1) for unit in units)
-            for nbytes, units in classes.items()
-        }
-        sums = torch.float32 if StateKind.GRAD in placement.whole else None  # which no_sync leaves to be sent
-        received = max(unit.layout.nbytes(sums) - unit.layout.shard_nbytes(sums) for unit in trained)
-        lines += [PlanLine(Tier.DEVICE, "gradients to send", count, each) for each, count in collection_slabs.items()]
-        lines.append(PlanLine(Tier.DEVICE, "gradients received", 1, received))
-    lines += inputs
-    update_read, update_written = _update_traffic(placement, trained)
-    base = Plan(
-        placement, tuple(lines), budgets, {}, grad_slabs, {}, 0, partition.parameters, partition.trained_parameters,
-        read_ahead, 0, update_read, update_written, collection_slabs, received,
-    )  # fmt: skip
-    biggest = max(partition.units, key=lambda unit: unit.layout.nbytes(), default=None)
-    if biggest is not None:
-        base = replace(base, largest=(biggest.name, biggest.layout.nbytes()))
-    plan = _with_subgroups(_with_param_slabs(base, partition, config), trained, config)
-    _check_budgets(plan, partition)
-    if placement.device_is_host:
-        _check_ram(plan, local_ranks)
-    return plan
+def _room(plan: Plan) -> tuple[int | None, int]:
+    """Bytes that the budgets leave on the device (None: it has none), on the host."""
+    device, host = plan.budgets[Tier.DEVICE], plan.budgets[Tier.HOST]
+    left = None if device is None else max(0, device - plan.total(Tier.DEVICE))
+    return left, sys.maxsize if host is None else max(0, host - plan.total(Tier.HOST))
 
 
 def _state_lines(placement: Placement, partition: Partition) -> list[PlanLine]:
@@ -152,51 +149,6 @@ def _state_lines(placement: Placement, partition: Partition) -> list[PlanLine]:
     return sorted(lines, key=lambda line: line.tier is Tier.NVME)
 
 
-def _grad_slabs(placement: Placement, units: Sequence[Unit], partition: Partition) -> int:
-    """Slabs for ``units``: one that fills while another goes home.
-
-    A gradient that is consumed in backward is there until its update is made. Without NVMe that is on the spot. Else
-    updates are slower than backward, which never waits for one if every unit has a slab: where gradients may stay in
-    memory. Where they are to be on NVMe two more slabs let an update, another's reads, backward go on side by side.
-    """
-    if not placement.in_backward:
-        return min(len(units), GRAD_SLABS)
-    waits = any(placement[kind] is Tier.NVME for kind in (StateKind.PARAM, *OPTIMIZER_KINDS))
-    if not waits:
-        return min(len(units), max(GRAD_SLABS, _open_at_once(units, partition)))
-    if placement[StateKind.GRAD] is not Tier.NVME:
-        return len(units)
-    return min(len(units), GRAD_SLABS + _open_at_once(units, partition))
-
-
-def _open_at_once(units: Sequence[Unit], partition: Partition) -> int:
-    """How many of ``units`` have an incomplete gradient at once, at most, in the backward of one forward.
-
-    Those of a call and of the calls around it, which end later; those that several entries use wait for the last.
-    """
-    used_by = _callers_of_tiles(partition)
-    for entry in partition.entries:
-        for index in entry.units:
-            used_by.setdefault(index, set()).add(entry.path)
-    used_by = {unit.index: used_by[unit.index] for unit in units if unit.index in used_by}
-
-    def is_open(paths: set[str], at: str) -> bool:
-        return len(paths) > 1 or any(_encloses(path, at) for path in paths)
-
-    return max(sum(is_open(paths, entry.path) for paths in used_by.values()) for entry in partition.entries)
-
-
-def _callers_of_tiles(partition: Partition) -> dict[int, set[str]]:
-    """By unit index of each tile, the entries in whose calls it is used."""
-    paths = [entry.path for entry in partition.entries]
-    found: dict[int, set[str]] = {}
-    for matrix in partition.tiled:
-        around = ([path for path in paths if _encloses(path, home)] for home, _ in matrix.homes)
-        callers = {max(enclosing, key=len, default="") for enclosing in around}
-        found |= {piece.unit: callers for piece in matrix.pieces}
-    return found
-
-
 def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int, int]:
     """NVMe bytes that one step reads, that it writes. A 16-bit copy beside a master is only written."""
     read = written = 0
@@ -207,50 +159,6 @@ def _update_traffic(placement: Placement, trained: Sequence[Unit]) -> tuple[int,
                 read += 0 if kind is StateKind.PARAM and placement.has(StateKind.MASTER, unit) else nbytes
                 written += 0 if kind is StateKind.GRAD else nbytes
     return read, written
-
-
-def _with_param_slabs(plan: Plan, partition: Partition, config: Config) -> Plan:
-    """How many slabs of each size: as many as are lent at once, then as many as the budget gives, evenly over sizes."""
-    if plan.placement.lends_in_place:
-        return plan
-    classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
-    counts = _lent_at_once(partition, classes)
-    budget, wanted = plan.budgets[Tier.DEVICE], wanted_slabs(config, partition, max(counts.values(), default=1))
-    used = plan.total(Tier.DEVICE) + sum(count * round_up(nbytes, PAGE_BYTES) for nbytes, count in counts.items())
-    small = [nbytes for nbytes in sorted(classes) if nbytes <= PERSISTENT_BYTES and wanted == "auto"]
-    ceiling = len(partition.units) if budget is not None else AUTO_SLABS
-    for sizes, limit in ((small, len(partition.units)), (sorted(classes), ceiling if wanted == "auto" else wanted)):
-        growing = True
-        while growing:
-            growing = False
-            for nbytes in sizes:
-                cost = round_up(nbytes, PAGE_BYTES)
-                if counts[nbytes] < min(limit, len(classes[nbytes])) and (budget is None or used + cost <= budget):
-                    counts[nbytes] += 1
-                    used += cost
-                    growing = True
-    slabs = tuple(PlanLine(Tier.DEVICE, "parameter slabs", count, nbytes) for nbytes, count in counts.items())
-    return replace(plan, param_slabs=counts, lines=plan.lines + slabs)
-
-
-def _lent_at_once(partition: Partition, classes: dict[int, list[Unit]]) -> dict[int, int]:
-    """Slabs of each size that one call needs: its own units, or one tile, with those of every call around it."""
-    size_of = {unit.index: nbytes for nbytes, units in classes.items() for unit in units}
-    counts = dict.fromkeys(classes, 1)
-    uses = {(entry.path, entry.units) for entry in partition.entries}
-    for matrix in partition.tiled:
-        largest = {size_of[piece.unit]: piece.unit for piece in matrix.pieces}
-        uses |= {(path, (unit,)) for path, _ in matrix.homes for unit in largest.values()}
-    for path, units in uses:
-        around = [other.units for other in partition.entries if _encloses(other.path, path)]
-        lent = Counter(size_of[index] for index in {index for members in [*around, units] for index in members})
-        for nbytes, count in lent.items():
-            counts[nbytes] = max(counts[nbytes], count)
-    return counts
-
-
-def _encloses(outer: str, inner: str) -> bool:
-    return outer in ("", inner) or inner.startswith(f"{outer}.")
 
 
 def _with_subgroups(plan: Plan, trained: Sequence[Unit], config: Config) -> Plan:

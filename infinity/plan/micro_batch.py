@@ -15,20 +15,25 @@ WINDOW_CALLS = 4
 
 @dataclass(frozen=True)
 class UnitInput:
-    """A tensor that ``unit`` is the first to keep, ``last`` the last; ``nbytes`` in whole pages."""
+    """A tensor that ``unit`` is the first to keep, ``last`` the last; ``nbytes`` in whole pages.
+
+    It leaves the device if it ``moves``. One that some units move, others leave where it is, counts as two.
+    """
 
     unit: str
     nbytes: int
     last: str
+    moves: bool = True
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch in bytes. ``inputs``: each tensor that recomputed units keep, once, in order of use.
 
-    ``largest_call`` is the most that one call is given, ``outside`` the peak of what torch allocates by itself: kept
-    activations, temporaries, gradients on their way; without weights, without inputs that move away. ``logits`` is
-    the largest output of a linear layer outside every block.
+    ``largest_call`` is the most that one call is given of what moves, ``outside`` the peak of what torch allocates by
+    itself: kept activations, temporaries, gradients on their way; without weights, without inputs that move away.
+    ``logits`` is the largest output of a linear layer outside every block; ``order`` are the blocks as forward came to
+    them.
     """
 
     inputs: tuple[UnitInput, ...]
@@ -36,17 +41,22 @@ class MicroBatch:
     outside: int
     logits: int
     tokens: int
+    order: tuple[str, ...] = ()
 
-    def away(self, tier: Tier, together: int) -> tuple[int, int]:
-        """Bytes on host, on NVMe for ``together`` micro-batches at once whose inputs wait on ``tier``."""
-        units = list(dict.fromkeys([*(one.unit for one in self.inputs), *(one.last for one in self.inputs)]))
+    def away(self, tier: Tier, together: int, window: int | None = None) -> tuple[int, int]:
+        """Bytes on host, on NVMe for ``together`` micro-batches at once whose inputs wait on ``tier``.
+
+        Those on NVMe pass through ``window`` bytes of host memory, by default ``WINDOW_CALLS`` calls' worth.
+        """
+        moved = [one for one in self.inputs if one.moves]
+        units = list(dict.fromkeys([*(one.unit for one in moved), *(one.last for one in moved)]))
         # Micro-batches that are in flight together go through a unit one after the other, forward and backward.
-        kept = [(one, turn) for unit in units for turn in range(together) for one in self.inputs if one.unit == unit]
+        kept = [(one, turn) for unit in units for turn in range(together) for one in moved if one.unit == unit]
         if tier is Tier.DEVICE or not kept:
             return 0, 0
         if tier is Tier.HOST:
             return sum(one.nbytes for one, _ in kept), 0
-        window = WINDOW_CALLS * self.largest_call
+        window = WINDOW_CALLS * self.largest_call if window is None else window
         sizes = [one.nbytes for one, _ in kept]
         # A shared input is needed as soon as its last unit, which is known from the second step on.
         uses = sorted(

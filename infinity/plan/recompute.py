@@ -20,3 +20,12 @@ def recomputes(config: Config, path: str, module: nn.Module, *, is_block: bool) 
                 return wanted
         return is_block
     return is_block if choice == "auto" else choice
+
+
+def is_free(config: Config, path: str, module: nn.Module, *, is_block: bool) -> bool:
+    """Whether an entry that is computed again may keep its activations if the plan finds room: config does not say."""
+    choice = config.infinity.recompute
+    if isinstance(choice, dict):
+        named = any(type(module).__name__ == pattern or fnmatchcase(path, pattern) for pattern in choice)
+        return is_block and path != "" and not named
+    return is_block and path != "" and choice == "auto"

@@ -9,7 +9,7 @@ from infinity.config import Config
 from infinity.errors import CapacityError
 from infinity.plan.bill import Plan
 from infinity.plan.memory import READ_AHEAD, plan_memory
-from infinity.plan.micro_batch import MicroBatch
+from infinity.plan.waiting import Waits
 from infinity.shard.partition import Partition, partition
 from infinity.tier import PAGE_BYTES
 
@@ -26,8 +26,7 @@ def plan_units(
     read_ahead: int = READ_AHEAD,
     moments: bool = True,
     local_ranks: int = 1,
-    micro_batch: MicroBatch | None = None,
-    together: int = 1,
+    waits: Waits | None = None,
 ) -> tuple[Partition, Plan]:
     """The units of ``model``, which may be on the meta device, with the plan for them.
 
@@ -45,8 +44,7 @@ def plan_units(
             read_ahead=read_ahead,
             moments=moments,
             local_ranks=local_ranks,
-            micro_batch=micro_batch,
-            together=together,
+            waits=waits,
         )
 
     if wanted != "auto":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.plan.bill import Plan
-from infinity.plan.memory import slab_classes
+from infinity.plan.slabs import slab_classes
 from infinity.shard.partition import Partition
 from infinity.tier import PAGE_BYTES, StateKind, Tier, round_up
 

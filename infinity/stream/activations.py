@@ -144,12 +144,21 @@ class ActivationStream:
     """
 
     def __init__(
-        self, arena: Arena, region: torch.Tensor, files: ActivationFile | None, ledger: Ledger, *, poison: bool = False
+        self,
+        arena: Arena,
+        region: torch.Tensor,
+        files: ActivationFile | None,
+        ledger: Ledger,
+        window: int | None = None,
+        *,
+        poison: bool = False,
     ) -> None:
+        """``window`` are the bytes through which inputs go to files, by default four calls' worth."""
         self.dropped: deque[list[Piece]] = deque()
         self._arena = arena
         self._region = region
         self._files = files
+        self._window = window or 0
         self._ledger = ledger
         self._poison = poison
         self._heap = Heap(region.numel())
@@ -175,7 +184,7 @@ class ActivationStream:
         if self._files is not None:
             together = {id(t): round_up(t.nbytes, PAGE_BYTES) for t, move in zip(tensors, movable, strict=True) if move}
             self._largest = max(self._largest, sum(together.values()))
-            self._heap.limit = min(self._region.numel(), WINDOW_CALLS * self._largest)
+            self._heap.limit = min(self._region.numel(), max(self._window, WINDOW_CALLS * self._largest))
             self._claim(self._heap.limit)
         pieces: list[Piece | None] = []
         mine: dict[int, Piece] = {}

@@ -114,7 +114,7 @@ def test_plain_lines_carry_every_number(config: Path) -> None:
     step = next(line for line in lines if line.startswith("step 2/2 | loss"))
     for part in ("lr ", "grad norm ", "tokens/s", "forward ", "backward ", "update ", "stalls ", "nvme read ", "GB/s"):
         assert part in step
-    assert "device 479.23 kB of 2.00 MB" in step
+    assert "device 1.19 MB of 2.00 MB" in step
     assert any("held-back loss" in line and "unigram entropy" in line for line in lines)
     assert any(line.split()[:1] == ["host"] for line in lines[-15:])
 

@@ -11,8 +11,8 @@ import torch
 
 import infinity
 from infinity.config import Config
-from infinity.engine.build import plan_for
 from infinity.engine.initialize import initialize
+from infinity.engine.planning import plan_for
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.plan import Plan
 from infinity.plan.ram import available_host_memory, cgroup_limits, installed_host_memory

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.main import app
-from infinity.engine.build import plan_for
+from infinity.engine.planning import plan_for
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.plan.links import Machine, forecast
 from infinity.plan.micro_batch import swapped
@@ -116,17 +116,17 @@ def test_recompute_and_moving_inputs_lower_what_torch_takes(tmp_path: Path) -> N
         wide = Decoder(DecoderConfig(d_model=64, n_layers=1, n_heads=4, d_ff=128, vocabulary=4096))
 
     def outside(**own: Any) -> Any:
-        batch = infinity.plan(model, config(tmp_path, **own), micro_batch=(tokens, tokens)).micro_batch
-        assert batch is not None
-        return batch
+        waiting = infinity.plan(model, config(tmp_path, **own), micro_batch=(tokens, tokens)).waiting
+        assert waiting is not None
+        return waiting.micro_batch
 
     kept, again, moved = outside(recompute=False), outside(), outside(activations="host")
     assert kept.outside > 3 * again.outside
     assert again.outside - moved.outside == sum(one.nbytes for one in again.inputs)
     assert sum(one.nbytes for one in again.inputs) == 6 * 2 * 128 * 64 * 2 + 2 * 4096
-    head = infinity.plan(wide, config(tmp_path), micro_batch=(tokens, tokens)).micro_batch
+    head = infinity.plan(wide, config(tmp_path), micro_batch=(tokens, tokens)).waiting
     assert head is not None
-    assert head.logits == 2 * 128 * 4096 * 2
+    assert head.micro_batch.logits == 2 * 128 * 4096 * 2
 
 
 def test_time_tokens_bottleneck_follow_from_bandwidths() -> None:

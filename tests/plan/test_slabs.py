@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from infinity.config import Config
 from infinity.nn.decoder import Decoder, DecoderConfig
-from infinity.plan.memory import PERSISTENT_BYTES, plan_memory, slab_classes
+from infinity.plan.memory import plan_memory
+from infinity.plan.slabs import PERSISTENT_BYTES, slab_classes
 from infinity.shard.layout import flat_layout
 from infinity.shard.partition import Entry, Partition, Unit, partition
 from infinity.tier import PAGE_BYTES, StateKind, Tier
