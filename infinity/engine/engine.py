@@ -24,6 +24,7 @@ from infinity.engine import layer_major
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
 from infinity.engine.keeping import Keeping
+from infinity.engine.loader import TrainingLoader
 from infinity.engine.ranks import numbers_of_step
 from infinity.engine.runtime import Runtime
 from infinity.engine.sharing import padded
@@ -64,6 +65,7 @@ class Engine(Keeping):
         self.config = parts.config
         self.optimizer: StreamedOptimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self.training_dataloader: TrainingLoader | None = None
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0

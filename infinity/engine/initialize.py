@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from infinity.config import Config
 from infinity.engine.attach import bind_units, check_parameters, store_values, tiled_parameters
 from infinity.engine.build import Injected, Parts, build_parts
 from infinity.engine.engine import Engine
+from infinity.engine.loader import TrainingLoader
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.planning import COMPUTE_DTYPES
 from infinity.engine.runtime import Runtime
-from infinity.engine.sharing import SharedBatches
 from infinity.engine.tiled_parameter import TiledParameter
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import updates_of
@@ -49,13 +49,14 @@ def initialize(
     micro_batch: Any = None,
     layer_major: bool = False,
     injected: Injected | None = None,
-) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+) -> tuple[Engine, torch.optim.Optimizer | None, TrainingLoader | None, LRScheduler | None]:
     """Moves ``model`` onto its tiers; returns ``(engine, optimizer, loader, scheduler)``.
 
     ``model_parameters``: parameters or groups with their own ``lr``, ``weight_decay``, ``betas``, ``eps``; parameters
     in no group are not trained. ``optimizer``: one of torch's, whose groups are taken over; Adam and AdamW run in
     the native kernels. ``lr_scheduler``: a
     torch scheduler, or a function from optimizer to scheduler, stepped by ``engine.step()`` unless it needs a metric.
+    ``training_data``: a dataset that the loader shuffles, shares among ranks, goes on with after a resume.
     ``micro_batch``: one as ``train_batch`` takes it, on any device; with it the plan is made for what waits for its
     backward too (``infinity.recompute`` and ``infinity.activations`` "auto", refusals). ``layer_major`` says that
     ``train_batch`` will be used, which has all micro-batches of a step in flight at once.
@@ -92,7 +93,7 @@ def initialize(
                 parts.updater.rule = TorchRule(shadow, _stand_ins(shadow, groups))
             engine.updates = updates_of(parts, engine._runtime.units, engine.steps, engine.optimizer)
             engine.lr_scheduler = _scheduler(settings, engine.optimizer, lr_scheduler)
-        loader = _loader(training_data, collate_fn, settings, parts)
+        loader = engine.training_dataloader = _loader(training_data, collate_fn, settings, parts)
     except BaseException:
         engine.destroy(restore_parameters=True)
         raise
@@ -295,7 +296,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, parts: Parts) -> DataLoader[Any] | None:
+def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, parts: Parts) -> TrainingLoader | None:
     if data is None:
         return None
     size = config.resolve_batch(parts.group.world_size).micro_batch_size
@@ -306,13 +307,9 @@ def _loader(data: Any, collate_fn: Callable[..., Any] | None, config: Config, pa
             "samples of its own",
             ranks,
         )
-    elif ranks > 1:
-        if len(data) < size * ranks:
-            raise ConfigError(
-                f"training_data has {len(data)} samples, too few for one batch of {size} on each of {ranks} ranks; "
-                "give more, or lower train_micro_batch_size_per_gpu"
-            )
-        shared = SharedBatches(data, size, parts.group)
-        return DataLoader(data, batch_sampler=shared, collate_fn=collate_fn)
-    shuffle = not isinstance(data, IterableDataset)
-    return DataLoader(data, batch_size=size, shuffle=shuffle, collate_fn=collate_fn)
+    elif ranks > 1 and len(data) < size * ranks:
+        raise ConfigError(
+            f"training_data has {len(data)} samples, too few for one batch of {size} on each of {ranks} ranks; "
+            "give more, or lower train_micro_batch_size_per_gpu"
+        )
+    return TrainingLoader(data, size, collate_fn, parts.group)

@@ -14,6 +14,7 @@ from infinity.checkpoint.export import MAX_SHARD_BYTES
 from infinity.engine import persistence, weights
 from infinity.engine.access import full_state
 from infinity.engine.build import Parts
+from infinity.engine.loader import TrainingLoader
 from infinity.engine.runtime import Runtime
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
@@ -28,6 +29,7 @@ class Keeping:
     module: nn.Module
     optimizer: StreamedOptimizer | None
     lr_scheduler: LRScheduler | None
+    training_dataloader: TrainingLoader | None
     micro_steps: int
     _parts: Parts
     _runtime: Runtime
@@ -138,5 +140,5 @@ class Keeping:
         counters = {name: self.__dict__[name] for name in COUNTERS}
         return persistence.Training(
             self.module, self._parts, self._runtime, self.optimizer, self.lr_scheduler, self._scaler, self._guard,
-            self.steps.taken, counters,
+            self.steps.taken, counters, self.training_dataloader,
         )  # fmt: skip

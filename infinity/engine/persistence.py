@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,6 +27,8 @@ from infinity.checkpoint.read import Checkpoint
 from infinity.checkpoint.save import Contents, save, together
 from infinity.comm import Group
 from infinity.engine.build import Parts
+from infinity.engine.generators import generators, restore_generators, saved_generators, tell_of_other_ranks
+from infinity.engine.loader import TrainingLoader
 from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError, ScheduleError, StorageError
 from infinity.optim.facade import StreamedOptimizer
@@ -56,6 +56,7 @@ class Training:
     guard: NonFiniteGuard
     steps_of: dict[tuple[int, int], int]
     counters: dict[str, Any]
+    loader: TrainingLoader | None = None
     changed: bool = False
 
     @property
@@ -84,7 +85,7 @@ def save_checkpoint(
             steps=training.steps_of,
             buffers={name: buffer.detach() for name, buffer in persistent_buffers(training.module).items()},
             state=_state(training, client_state),
-            rank_state=_generators(training),
+            rank_state=generators(training.parts.device),
             config=json.loads(training.parts.config.to_json()),
             plan=training.parts.plan.render(),
             step=int(training.counters["global_steps"]),
@@ -109,7 +110,7 @@ def load_checkpoint(
         with ExitStack() as stack:
             checkpoint = _found(training.parts.group, directory, tag, stack)
             state = checkpoint.state()
-            own = checkpoint.rank_state(training.parts.group.rank)
+            own = saved_generators(checkpoint, training.parts.group)
             matched = _match(training, checkpoint, strict=strict)
             with_optimizer = optimizer_states and not module_only and training.optimizer is not None
             if with_optimizer:
@@ -126,8 +127,9 @@ def load_checkpoint(
                             buffer.copy_(checkpoint.buffer(name))
         if not module_only:
             _restore(training, state, with_optimizer=with_optimizer, with_scheduler=scheduler_states)
-            if rng_states and own is not None:
-                _restore_generators(training, own)
+            if rng_states:
+                tell_of_other_ranks(checkpoint, training.parts.group)
+                restore_generators(training.parts.device, own)
         log.info("loaded %s, step %d", checkpoint.path, checkpoint.manifest.step)
         client: dict[str, Any] = state["client_state"]
         return checkpoint.path, client
@@ -220,6 +222,7 @@ def _state(training: Training, client_state: Mapping[str, Any] | None) -> dict[s
         "groups": [] if optimizer is None else [_numbers(group) for group in optimizer.param_groups],
         "torch_optimizer": _torch_states(training),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "loader": None if training.loader is None else training.loader.state_dict(),
         "client_state": dict(client_state or {}),
     }
 
@@ -240,14 +243,6 @@ def _torch_states(training: Training) -> dict[str, Any]:
         for unit in training.parts.partition.units
         for number, slot in enumerate(unit.layout.slots)
         if (state := training.rule.state_of(unit.index, number))
-    }
-
-
-def _generators(training: Training) -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "device": training.parts.device.rng_state(),
     }
 
 
@@ -372,6 +367,8 @@ def _restore(training: Training, state: Any, *, with_optimizer: bool, with_sched
     training.counters.update(state["counters"])
     training.scaler.load_state_dict(state["loss_scaler"])
     training.guard.in_a_row = int(state["non_finite_in_a_row"])
+    if training.loader is not None:
+        training.loader.load_state_dict(state.get("loader") or {})
     if with_optimizer:
         assert training.optimizer is not None
         for group, numbers in zip(training.optimizer.param_groups, state["groups"], strict=True):
@@ -384,12 +381,6 @@ def _restore(training: Training, state: Any, *, with_optimizer: bool, with_sched
                 training.rule.set_state(piece.unit, piece.slot, saved)
     if with_scheduler and training.lr_scheduler is not None and state["lr_scheduler"] is not None:
         training.lr_scheduler.load_state_dict(state["lr_scheduler"])
-
-
-def _restore_generators(training: Training, saved: Any) -> None:
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
-    training.parts.device.set_rng_state(saved["device"])
 
 
 def check_boundary(micro_steps: int, accumulation_steps: int) -> None:
