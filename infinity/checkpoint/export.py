@@ -74,6 +74,11 @@ def saved_weights(checkpoint: Checkpoint, wanted: torch.dtype | None, *, trainab
             yield Weight(name, tuple(buffer.shape), buffer.dtype, reader_of(buffer))
 
 
+def floating_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
+    """The dtype of the first weight that has digits after the point, which is that of all in an export."""
+    return next((weight.dtype for weight in weights if weight.dtype.is_floating_point), None)
+
+
 def write_weights(
     directory: str | os.PathLike[str], weights: Iterable[Weight], max_shard_bytes: int, disk: Disk | None = None
 ) -> list[str]:

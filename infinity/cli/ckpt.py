@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infinity.checkpoint.export import MAX_SHARD_BYTES, chosen, saved_weights, write_weights
+from infinity.checkpoint.export import MAX_SHARD_BYTES, chosen, floating_dtype, saved_weights, write_weights
 from infinity.checkpoint.folder import INCOMPLETE, Folder
 from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.model_config import write_config_files
 from infinity.checkpoint.read import Checkpoint
 from infinity.cli.failures import reported
 from infinity.cli.findings import Finding, as_json, exit_code, fail, ok, show, warn
@@ -77,6 +78,7 @@ def export_command(
         with Checkpoint(checkpoint_at(checkpoint)) as source:
             weights = list(saved_weights(source, chosen(dtype), trainable_only=trainable_only))
             paths = write_weights(out, weights, parse_bytes(max_shard_size))
+            paths += write_config_files(out, source.state().get("model_config", {}), floating_dtype(weights))
         if json:
             typer.echo(json_format.dumps({"checkpoint": source.path, "files": paths}, indent=2))
         else:
@@ -85,7 +87,8 @@ def export_command(
             typer.echo("\n".join(paths))
             if not (out / "config.json").exists():
                 typer.echo(
-                    f"for from_pretrained, {out} needs the model's config.json too, which a checkpoint has not got"
+                    f"for from_pretrained, {out} needs a config.json too, which this checkpoint has not got: its model "
+                    "is none of transformers'"
                 )
 
 

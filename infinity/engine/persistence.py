@@ -22,6 +22,7 @@ from infinity.checkpoint.load import (
     zeros,
 )
 from infinity.checkpoint.manifest import SavedParameter
+from infinity.checkpoint.model_config import config_files
 from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.read import Checkpoint
 from infinity.checkpoint.save import Contents, save, together
@@ -223,6 +224,7 @@ def _state(training: Training, client_state: Mapping[str, Any] | None) -> dict[s
         "torch_optimizer": _torch_states(training),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "loader": None if training.loader is None else training.loader.state_dict(),
+        "model_config": config_files(training.module),
         "client_state": dict(client_state or {}),
     }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
-from infinity.checkpoint.export import WINDOW_BYTES, Weight, chosen, write_weights
+from infinity.checkpoint.export import WINDOW_BYTES, Weight, chosen, floating_dtype, write_weights
 from infinity.checkpoint.load import Difference, Reader, StateReader, compare, reader_of
+from infinity.checkpoint.model_config import config_files, write_config_files
 from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.save import together
 from infinity.checkpoint.weights import Weights
@@ -79,11 +79,7 @@ def save_pretrained(
             paths = together(group, "writing weights", lambda: write_weights(directory, weights, max_shard_bytes))
         finally:
             reader.free()
-    for name in ("config", "generation_config"):
-        write: Any = getattr(getattr(training.module, name, None), "save_pretrained", None)
-        if callable(write):
-            write(os.fspath(directory))
-    return paths
+    return paths + write_config_files(directory, config_files(training.module), floating_dtype(weights))
 
 
 def _weights(
