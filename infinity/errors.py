@@ -53,6 +53,10 @@ class StorageError(InfinityError):
         super().__init__(f"{what}{where}{why}{then}")
 
 
+class WearError(StorageError):
+    """More was written to NVMe in a day than the config allows; the step that found out was made."""
+
+
 class CheckpointError(InfinityError):
     """A checkpoint that is missing, incomplete, damaged or does not match the model."""
 

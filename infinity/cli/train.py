@@ -29,7 +29,7 @@ from infinity.cli.summary import ProcessMemory, Summary
 from infinity.comm import rank_expected, ranks_expected
 from infinity.config import Config
 from infinity.data import ByteLoader, Corpus, evaluation_batches
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, StorageError, WearError
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.obs.metrics import MetricsWriter
 from infinity.obs.process_memory import AnonymousPeak, status_bytes
@@ -180,12 +180,15 @@ class _Run:
             self._check(engine, step - 1)
             meter.start(engine.report())
             learning_rate = float(engine.get_lr()[0])
-            total = torch.zeros(())
+            total, worn = torch.zeros(()), None
             for _ in range(self._batch.accumulation_steps):
                 inputs, targets = (tensor.to(engine.device) for tensor in self._loader.next_batch())
                 loss = engine(inputs, targets)
                 engine.backward(loss)
-                engine.step()
+                try:
+                    engine.step()
+                except WearError as error:
+                    worn = error
                 total = total + loss.detach().float().cpu()
             loss = engine.averaged(float(total) / self._batch.accumulation_steps)
             record = meter.finish(
@@ -201,6 +204,9 @@ class _Run:
             metrics.write(record.as_json())
             if step == run.steps or (run.eval_every and step % run.eval_every == 0):
                 self._evaluate(engine, metrics, step)
+            if worn is not None:
+                saved = self._checkpoints.save(engine, self._loader) if self.saves else None
+                raise WearError(f"{worn}; {f'{saved} holds' if saved else 'nothing keeps'} the {step} steps done")
             if self.saves and self._checkpoints.is_due(step):
                 self._checkpoints.save(engine, self._loader)
         start = time.perf_counter()

@@ -28,6 +28,7 @@ def clashes(config: Schema) -> Iterator[Clash]:
     yield from _swap_directories(config)
     yield from _placement(config)
     yield from _update_in_backward(config)
+    yield from _wear(config)
     yield from _aio(config)
     yield from _warmup(config)
 
@@ -141,6 +142,15 @@ def _placement(config: Schema) -> Iterator[Clash]:
             ("infinity.placement", "infinity.activations"),
             f'`infinity.placement.activation` is "{activation.value}", but `infinity.activations` is '
             f'"{config.infinity.activations}"; drop one of the two.',
+        )
+
+
+def _wear(config: Schema) -> Iterator[Clash]:
+    if config.infinity.nvme_writes_stop and config.infinity.nvme_writes_per_day == "auto":
+        yield Clash(
+            ("infinity.nvme_writes_stop", "infinity.nvme_writes_per_day"),
+            "`infinity.nvme_writes_stop` is true, but `infinity.nvme_writes_per_day` says no number of bytes to stop "
+            'at; set it, such as "2TB", or `infinity.nvme_writes_stop` to false.',
         )
 
 

@@ -76,7 +76,9 @@ class InfinityConfig(Block):
     host_memory: AutoBytes = "auto"
     nvme_space: AutoBytes = "auto"
     nvme_writes_per_day: AutoSomeBytes = "auto"
-    """Bytes written to NVMe in 24 hours above which a run warns; "auto" never does."""
+    """Bytes that a rank writes to NVMe in 24 hours above which it warns; "auto" never does."""
+    nvme_writes_stop: bool = False
+    """Ends the run there instead, after a step."""
     nvme_path: Directories | None = None
     """Swap directories, one per disk, for states whose offload block names none."""
     placement: Annotated[

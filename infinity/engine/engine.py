@@ -6,7 +6,6 @@ import logging
 import math
 import struct
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +29,8 @@ from infinity.engine.runtime import Runtime
 from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
+from infinity.engine.wear import WearGuard
 from infinity.errors import ScheduleError
-from infinity.obs.wear import WearMeter
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.steps import Steps
@@ -80,8 +79,7 @@ class Engine(Keeping):
         self.updates: Updates
         self._norm: float | None = None
         self._applied = False
-        limit = parts.config.infinity.nvme_writes_per_day
-        self._wear = WearMeter(None if limit == "auto" else limit)
+        self._wear = WearGuard(parts.config.infinity, parts.group)
         self._traffic_mark = (0, 0)
         self._last_traffic = (0, 0)
         self._carved = {tier: arena.allocations for tier, arena in parts.arenas.items()}
@@ -188,6 +186,7 @@ class Engine(Keeping):
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             log.info("%s", self._progress())
+        self._wear.check()
 
     def _progress(self) -> str:
         """One line: steps, skipped ones, learning rates, norm, with the time split if the config wants it."""
@@ -396,8 +395,7 @@ class Engine(Keeping):
     def _note_traffic(self) -> None:
         """Called once a step, when the last update is over and this one's has not begun."""
         now = self._parts.ledger.bytes["nvme_read"], self._parts.ledger.bytes["nvme_write"]
-        if told := self._wear.note(now[1], time.monotonic()):
-            log.warning(told)
+        self._wear.note(now[1])
         self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
         self._traffic_mark = now
 

@@ -29,16 +29,24 @@ class WearMeter:
             self._buckets.append((now, fresh))
         while self._buckets[0][0] <= now - DAY_SECONDS:
             self._buckets.popleft()
-        written = self.last_day
-        if self.limit is None or written <= self.limit or now < self._told_until:
+        if not self.is_over or now < self._told_until:
             return None
         self._told_until = now + DAY_SECONDS
+        return self.sentence(now)
+
+    def sentence(self, now: float) -> str:
+        """How much was written, what to do about it."""
         hours = (now - self._buckets[0][0]) / 3600
         return (
-            f"{written} bytes were written to NVMe in the last {hours:.1f} h, more than infinity.nvme_writes_per_day "
-            f"({self.limit}). Keep a state kind in host memory (infinity.placement), accumulate more micro-batches, "
-            "or raise the limit"
+            f"{self.last_day} bytes were written to NVMe in the last {hours:.1f} h, more than "
+            f"infinity.nvme_writes_per_day ({self.limit}). Keep a state kind in host memory (infinity.placement), "
+            "accumulate more micro-batches, or raise the limit"
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is exceeded."""
+        return self.limit is not None and self.last_day > self.limit
 
     @property
     def last_day(self) -> int:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.folder import Folder
 from tests.dist.helpers import Launcher
 from tests.faults.helpers import leftovers, tiny_run
 
@@ -42,4 +43,17 @@ def test_a_signal_to_one_rank_stops_both_after_a_step(launcher: Launcher, tmp_pa
     children[1].send(signal.SIGTERM)
     finished = [child.finish() for child in children]
     assert [one.code for one in finished] == [128 + signal.SIGTERM] * 2, [(one.out, one.err) for one in finished]
+    assert leftovers(tmp_path / "run" / "swap") == []
+
+
+def test_a_run_that_may_not_write_more_ends_on_both_with_a_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
+    limits = ("infinity.nvme_writes_per_day=5MB", "infinity.nvme_writes_stop=true", "run.steps=1000")
+    finished = launcher.run(2, source(tmp_path / "run", *limits))
+    steps = len(steps_of(tmp_path / "run" / "out"))
+    for one in finished:
+        assert one.code == 1, (one.out, one.err)
+        (told,) = [line for line in one.err.splitlines() if line.startswith("error: ")]
+        assert "more than infinity.nvme_writes_per_day (5000000)" in told
+        assert f"global_step{steps} holds the {steps} steps done" in told
+    assert Folder(tmp_path / "run" / "out" / "checkpoints").latest() == f"global_step{steps}"
     assert leftovers(tmp_path / "run" / "swap") == []
