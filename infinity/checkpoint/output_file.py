@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,11 +30,22 @@ class OutputFile:
     """Appends bytes in the order given, never through the page cache where the file system allows it.
 
     ``append`` returns while the bytes are on their way: they must stay as they are until its ticket is done. The first
-    error ends all writing; whoever waits for a later ticket meets it.
+    error ends all writing; whoever waits for a later ticket meets it. ``wrote`` is told of the bytes of each write, on
+    the lane; what it raises is such an error.
     """
 
-    def __init__(self, disk: Disk, path: str, nbytes: int, lane: Lane, *, direct: bool = True) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        path: str,
+        nbytes: int,
+        lane: Lane,
+        *,
+        direct: bool = True,
+        wrote: Callable[[int], None] | None = None,
+    ) -> None:
         self.path = path
+        self._wrote = wrote
         self._disk, self._lane, self._nbytes = disk, lane, nbytes
         with told("cannot create", path):
             self._descriptor, self._direct = disk.create(path, direct=direct and nbytes % PAGE_BYTES == 0)
@@ -92,6 +104,8 @@ class OutputFile:
         try:
             with told("cannot write", self.path):
                 write_all(self._disk, self._descriptor, view, offset)
+            if self._wrote is not None:
+                self._wrote(len(view))
         except BaseException as error:
             self._error = error
             raise

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from infinity.checkpoint import values
 from infinity.checkpoint.disk import Disk, read_file, write_file
 from infinity.checkpoint.folder import INCOMPLETE, Folder
 from infinity.checkpoint.header import CODES, lay_out
@@ -58,6 +58,12 @@ READ_AHEAD = 1
 WINDOWS = READ_AHEAD + 2
 """Those that are read into, one whose checksum is taken, one that is written."""
 
+TOLD_SECONDS = 10.0
+"""How often a long save is logged."""
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are written, of how many; the last call comes when the checkpoint is complete."""
+
 SAVED_KINDS = (StateKind.PARAM, StateKind.MASTER, StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
 
 
@@ -65,8 +71,8 @@ SAVED_KINDS = (StateKind.PARAM, StateKind.MASTER, StateKind.EXP_AVG, StateKind.E
 class Contents:
     """Everything that goes into a checkpoint.
 
-    ``steps`` are optimizer steps by unit index with slot number; ``buffers`` by name, ``state`` is the same on every
-    rank, ``rank_state`` this rank's own; both are values that ``checkpoint.values`` knows.
+    ``steps`` are optimizer steps by unit index with slot number; ``buffers`` by name. ``state`` is the same on every
+    rank, ``rank_state`` this rank's own: both as ``values.encode`` gives them, with their ``tensors`` beside them.
     """
 
     partition: Partition
@@ -77,6 +83,7 @@ class Contents:
     buffers: dict[str, torch.Tensor]
     state: Any
     rank_state: Any
+    tensors: Sequence[tuple[str, torch.Tensor]]
     config: dict[str, Any]
     plan: str
     step: int
@@ -92,19 +99,36 @@ class Contents:
             kind for kind in SAVED_KINDS if self.placement.has(kind, unit) and not (kind is StateKind.PARAM and derived)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's tensors."""
+        states = sum(self.placement.nbytes(kind, unit) for unit in self.units for kind in self.kinds(unit))
+        others = [tensor for _, tensor in self.tensors]
+        if self.group.rank == 0:
+            others += self.buffers.values()
+        return states + sum(tensor.nbytes for tensor in others)
 
-def save(folder: Folder, tag: str, contents: Contents, keep_last: int | None = None) -> str:
+
+def save(
+    folder: Folder,
+    tag: str,
+    contents: Contents,
+    keep_last: int | None = None,
+    progress: Progress | None = None,
+    kept: Callable[[int], None] | None = None,
+) -> str:
     """Writes the checkpoint ``tag``; returns its directory when it is complete on disk.
 
-    Nothing in ``contents`` may change meanwhile. Extra memory: three windows. Raises ``StorageError`` for a file that
-    could not be written, in which case earlier checkpoints are as they were.
+    What is in ``contents`` may not change meanwhile, but for the states of a unit after ``kept`` was called with its
+    index. Extra memory: a few windows. Raises ``StorageError`` for a file that could not be written, in which case
+    earlier checkpoints are as they were, or what ``progress`` raises.
     """
     start, group = time.perf_counter(), contents.group
     first = group.rank == 0
     with ExitStack() as stack:
         directory = together(group, "the beginning of a checkpoint", lambda: _begin(folder, tag, stack, first=first))
         try:
-            writer = _Writer(folder.disk, directory, contents)
+            writer = _Writer(folder.disk, directory, contents, progress, kept)
             nbytes = together(group, "the files of a checkpoint", writer.write_rank)
             end = lambda: _complete(folder, tag, writer, keep_last) if first else None  # noqa: E731
             together(group, "the end of a checkpoint", end)
@@ -114,6 +138,8 @@ def save(folder: Folder, tag: str, contents: Contents, keep_last: int | None = N
                     folder.disk.remove(directory)
             raise
     path, seconds = folder.of(tag), time.perf_counter() - start
+    if progress is not None:
+        progress(contents.nbytes, contents.nbytes)
     log.info("checkpoint %s: %s in %.2f s (%.2f GB/s)", path, format_bytes(nbytes), seconds, nbytes / seconds / 1e9)
     return path
 
@@ -158,18 +184,36 @@ class _Window:
     busy: Ticket = DONE
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a unit on their way to a file, in a window if their home is another file."""
+
+    unit: int
+    is_last: bool
+    data: torch.Tensor
+    window: _Window | None
+
+
 class _Writer:
     """One rank's part in one checkpoint."""
 
-    def __init__(self, disk: Disk, directory: str, contents: Contents) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        directory: str,
+        contents: Contents,
+        progress: Progress | None,
+        kept: Callable[[int], None] | None,
+    ) -> None:
         self._disk, self._directory, self._contents = disk, directory, contents
         self._rank = contents.group.rank
-        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._files: dict[str, OutputFile] = {}
         self._ends: list[Ticket] = []
         self._windows: list[_Window] = []
         self._shards: dict[str, list[Unit]] = {}
-        self._state: Any = None
+        self._progress, self._kept = progress, kept
+        self._done, self._nbytes = 0, contents.nbytes
+        self._told = time.perf_counter()
 
     def write_rank(self) -> int:
         """Writes the files of this rank; returns their bytes."""
@@ -181,17 +225,15 @@ class _Writer:
                 action="Give all ranks one directory that all see, one tag",
             )
         shards = self._shards = _grouped(contents)
-        if self._rank == 0:
-            self._state = values.encode(contents.state, "state", self._put("state"))
-        rank_state = values.encode(contents.rank_state, "state", self._put("rank"))
-        self._check_space(shards)
+        self._check_space()
         self._lane = Lane("checkpoint")
         try:
-            for stem, units in shards.items():
-                self._write_units(shard_name(stem, self._rank), units)
-            self._write_tensors(shard_name("state", self._rank), self._tensors)
+            # First what may belong to any unit, as a torch optimizer's states do: nothing is kept before.
+            self._write_tensors(shard_name("state", self._rank), contents.tensors)
             if self._rank == 0:
                 self._write_tensors(BUFFERS, list(contents.buffers.items()))
+            for stem, units in shards.items():
+                self._write_units(shard_name(stem, self._rank), units)
             for window in self._windows:
                 window.busy.wait()
             for end in self._ends:
@@ -203,7 +245,8 @@ class _Writer:
             for window in self._windows:
                 window.memory.free()
         files = {name: _record(file.written) for name, file in self._files.items()}
-        write_file(self._disk, self._path(part_name(self._rank)), to_json(RankPart(files=files, state=rank_state)))
+        part = RankPart(files=files, state=contents.rank_state)
+        write_file(self._disk, self._path(part_name(self._rank)), to_json(part))
         return sum(file.nbytes for file in files.values())
 
     def write_manifest(self) -> None:
@@ -252,7 +295,7 @@ class _Writer:
             parameters=parameters,
             buffers={name: list(value.shape) for name, value in contents.buffers.items()},
             step=contents.step,
-            state=self._state,
+            state=contents.state,
             config=contents.config,
             plan=contents.plan,
         )
@@ -269,25 +312,38 @@ class _Writer:
             for unit, kind in members
         ]
         file = self._open(name, tensors)
-        ahead: deque[tuple[_Window, torch.Tensor]] = deque()
+        ahead: deque[_Piece] = deque()
         for unit, kind in members:
             store, nbytes = contents.stores[kind], contents.placement.nbytes(kind, unit)
-            home = store.resident(unit.index)
+            home, last_kind = store.resident(unit.index), contents.kinds(unit)[-1]
             for start in range(0, nbytes, WINDOW_BYTES):
-                length = min(WINDOW_BYTES, nbytes - start)
+                stop = min(start + WINDOW_BYTES, nbytes)
+                is_last = kind is last_kind and stop == nbytes
                 if home is not None:
-                    _drain(file, ahead, 0)
-                    file.append(home[start : start + length])
+                    ahead.append(_Piece(unit.index, is_last, home[start:stop], None))
+                    self._drain(file, ahead, 0)
                     continue
                 window = self._window()
-                piece = window.memory.bytes[:length]
-                window.busy = store.read(unit.index, start, piece)
-                ahead.append((window, piece))
-                _drain(file, ahead, READ_AHEAD)
-        _drain(file, ahead, 0)
+                data = window.memory.bytes[: stop - start]
+                window.busy = store.read(unit.index, start, data)
+                ahead.append(_Piece(unit.index, is_last, data, window))
+                self._drain(file, ahead, READ_AHEAD)
+        self._drain(file, ahead, 0)
         self._ends.append(file.finish())
 
-    def _write_tensors(self, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _drain(self, file: OutputFile, ahead: deque[_Piece], left: int) -> None:
+        """Passes on what was read first, until ``left`` reads are under way."""
+        while len(ahead) > left:
+            piece = ahead.popleft()
+            if piece.window is not None:
+                piece.window.busy.wait()
+            written = file.append(piece.data)
+            if piece.window is not None:
+                piece.window.busy = written
+            if piece.is_last and self._kept is not None:
+                self._lane.submit(partial(self._kept, piece.unit))
+
+    def _write_tensors(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         file = self._open(name, [(key, value.dtype, tuple(value.shape)) for key, value in tensors])
         for _, value in tensors:
             file.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
@@ -296,7 +352,7 @@ class _Writer:
     def _open(self, name: str, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> OutputFile:
         metadata = {"format": "pt", "rank": str(self._rank), "world_size": str(self._contents.group.world_size)}
         header, _, nbytes = lay_out(tensors, metadata)
-        file = self._files[name] = OutputFile(self._disk, self._path(name), nbytes, self._lane)
+        file = self._files[name] = OutputFile(self._disk, self._path(name), nbytes, self._lane, wrote=self._wrote)
         file.append_header(header)
         return file
 
@@ -310,38 +366,29 @@ class _Writer:
         window.busy.wait()
         return window
 
-    def _put(self, prefix: str) -> values.Put:
-        def put(tensor: torch.Tensor) -> str:
-            name = f"{prefix}.{len(self._tensors)}"
-            self._tensors.append((name, tensor))
-            return name
-
-        return put
+    def _wrote(self, nbytes: int) -> None:
+        self._done += nbytes
+        done = min(self._done, self._nbytes - 1)  # it is not all before the checkpoint is complete
+        if self._progress is not None:
+            self._progress(done, self._nbytes)
+        now = time.perf_counter()
+        if now - self._told > TOLD_SECONDS:
+            self._told = now
+            log.info("checkpoint %s: %s of %s written", self._directory, format_bytes(done), format_bytes(self._nbytes))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
-    def _check_space(self, shards: dict[str, list[Unit]]) -> None:
-        contents = self._contents
-        units = (unit for members in shards.values() for unit in members)
-        needed = sum(contents.placement.nbytes(kind, unit) for unit in units for kind in contents.kinds(unit))
-        needed += sum(value.nbytes for _, value in self._tensors)
+    def _check_space(self) -> None:
+        needed = self._nbytes * self._contents.group.world_size
         status = os.statvfs(self._directory)
         free = status.f_bavail * status.f_frsize
-        if free < needed * contents.group.world_size:
+        if free < needed:
             raise StorageError(
-                f"a checkpoint needs {needed * contents.group.world_size} bytes but only {free} are free in",
+                f"a checkpoint needs {needed} bytes but only {free} are free in",
                 path=os.path.dirname(self._directory),
                 action="Free the difference, save elsewhere, or keep fewer checkpoints",
             )
-
-
-def _drain(file: OutputFile, ahead: deque[tuple[_Window, torch.Tensor]], left: int) -> None:
-    """Passes on what was read first, until ``left`` reads are under way."""
-    while len(ahead) > left:
-        window, piece = ahead.popleft()
-        window.busy.wait()
-        window.busy = file.append(piece)
 
 
 def _start(contents: Contents, piece: Piece) -> int:

@@ -55,8 +55,9 @@ class LaneTicket:
         inner = getattr(self._result, "wait", None)
         return inner() if inner is not None else self._result
 
-    def comes_within(self, seconds: float) -> bool:
-        """Waits for the work itself, not for what it may have given to wait for; whether it is over."""
+    def comes_within(self, seconds: float | None) -> bool:
+        """Waits for the work itself, not for what it may have given to wait for, however long for None; whether it is
+        over."""
         return self._event.wait(seconds)
 
     def resolve(self, result: Any = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
+import sys
 import threading
 import weakref
 import zlib
@@ -26,6 +27,7 @@ from infinity.engine.keeping import Keeping
 from infinity.engine.loader import TrainingLoader
 from infinity.engine.ranks import numbers_of_step
 from infinity.engine.runtime import Runtime
+from infinity.engine.saving import Saving
 from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
@@ -56,6 +58,7 @@ class Engine(Keeping):
         module: nn.Module,
         parts: Parts,
         runtime: Runtime,
+        saving: Saving,
         entries: list[EntryModule],
         scaler: LossScaler,
         group_of: dict[tuple[int, int], int],
@@ -70,6 +73,7 @@ class Engine(Keeping):
         self.skipped_steps = 0
         self._parts = parts
         self._runtime = runtime
+        self._saving = saving
         self._replaced: list[EntryModule | ZeroGrad] = [*entries, ZeroGrad(self)]
         self._scaler = scaler
         self._guard = NonFiniteGuard(parts.config.infinity.non_finite_limit)
@@ -147,6 +151,7 @@ class Engine(Keeping):
                 "finish it with forward, backward and step() first"
             )
         self._runtime.check()
+        self._saving.check()
         waiting = self._parts.plan.waiting
         if waiting is not None and waiting.device and waiting.together < steps:
             raise ScheduleError(
@@ -158,13 +163,17 @@ class Engine(Keeping):
                 self._runtime, self.module, micro_batches, self._scaler.scale / self._runtime.shares
             )
         self.micro_steps += steps - 1
-        self.step()
+        self._micro_step()
         return losses
 
     def step(self) -> None:
         """One micro-step; at the accumulation boundary the optimizer step, unless a gradient is not finite."""
+        self._runtime.check()
+        self._saving.check()
+        self._micro_step()
+
+    def _micro_step(self) -> None:
         runtime = self._runtime
-        runtime.check()
         if runtime.frames:
             raise ScheduleError("step() was called inside the model's forward or backward")
         if self.optimizer is None:
@@ -246,8 +255,9 @@ class Engine(Keeping):
         return numbers_of_step(self.optimizer, facts)
 
     def settle(self) -> None:
-        """Waits until every update has been made and every write has reached its tier."""
+        """Waits until every update has been made and every write has reached its tier, a save has been completed."""
         self._runtime.settle()
+        self._saving.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients gathered so far; between micro-steps of one accumulation it does nothing."""
@@ -373,11 +383,16 @@ class Engine(Keeping):
         with self._runtime.alone():
             try:
                 if restore_parameters:
-                    self.settle()
+                    self._runtime.settle()
                     restore_values(self._runtime.units, self._parts.homes)
             finally:
                 self._finalizer.detach()
-                _take_down(self._parts, self._runtime, self._replaced)
+                try:
+                    self._saving.end()
+                finally:
+                    _take_down(self._parts, self._runtime, self._replaced)
+        if sys.exc_info()[1] is None:
+            self._saving.check()
 
     def __enter__(self) -> Engine:
         return self

@@ -21,6 +21,7 @@ from infinity.engine.loader import TrainingLoader
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.planning import COMPUTE_DTYPES
 from infinity.engine.runtime import Runtime
+from infinity.engine.saving import Saving
 from infinity.engine.tiled_parameter import TiledParameter
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import updates_of
@@ -113,7 +114,9 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     }
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
     runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
-    runtime.settle_parts = parts.settle
+    saving = Saving(parts)
+    parts.updater.held = saving.held
+    runtime.settle_parts = saving.settle
     runtime.timeout_seconds = parts.config.infinity.timeout_seconds
     runtime.homes = parts.homes
     store_values(bound, parts.homes)
@@ -146,7 +149,7 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
             entries.append(EntryModule(runtime, path, module, own_units, recompute=False, guest=True))
     for wrapped in entries:
         wrapped.install()
-    return Engine(model, parts, runtime, entries, _scaler(parts.config), group_of)
+    return Engine(model, parts, runtime, saving, entries, _scaler(parts.config), group_of)
 
 
 def _parameter_groups(

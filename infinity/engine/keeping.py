@@ -11,11 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.checkpoint.export import MAX_SHARD_BYTES
+from infinity.checkpoint.save import Progress
 from infinity.engine import persistence, weights
 from infinity.engine.access import full_state
 from infinity.engine.build import Parts
 from infinity.engine.loader import TrainingLoader
 from infinity.engine.runtime import Runtime
+from infinity.engine.saving import Saving
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
 from infinity.optim.steps import Steps
@@ -35,6 +37,7 @@ class Keeping:
     _runtime: Runtime
     _scaler: LossScaler
     _guard: NonFiniteGuard
+    _saving: Saving
     steps: Steps
     _applied: bool
 
@@ -60,17 +63,27 @@ class Keeping:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
+        wait: bool = True,
+        progress: Progress | None = None,
     ) -> str:
         """Writes everything that training goes on from to ``directory/tag``, returned when it is durable.
 
         ``tag`` is ``global_step<n>`` by default. ``client_state`` may hold numbers, text, lists, tensors, arrays.
         ``keep_last`` removes all but so many of the newest afterwards. Until the new one is complete the former stays
         ``latest``, whatever happens. Raises ``StorageError`` for a disk that fails or is full: training may go on.
+
+        With ``wait=False`` it returns when updates under way are over, while another thread writes the values of this
+        moment; the update of a unit waits until that one is written. It is durable after ``settle()`` or ``destroy()``.
+        Should it fail, the next ``step()``, ``settle()``, ``save_checkpoint()`` or ``destroy()`` raises
+        ``CheckpointError``, once, before it does anything else. Several ranks always wait. ``progress(done, total)`` is
+        called with bytes as they are written, on the thread that writes.
         """
         self._runtime.check()
         persistence.check_boundary(self.micro_steps, self.gradient_accumulation_steps)
         self._parts.grads.check_whole("save_checkpoint")
-        return persistence.save_checkpoint(self._training(), directory, tag, client_state, keep_last)
+        return persistence.save_checkpoint(
+            self._training(), self._saving, directory, tag, client_state, keep_last, progress, wait=wait
+        )
 
     def load_checkpoint(
         self,

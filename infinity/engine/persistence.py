@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from infinity.checkpoint.manifest import SavedParameter
 from infinity.checkpoint.model_config import config_files
 from infinity.checkpoint.pieces import piece_reader
 from infinity.checkpoint.read import Checkpoint
-from infinity.checkpoint.save import Contents, save, together
+from infinity.checkpoint.save import Contents, Progress, save, together
+from infinity.checkpoint.values import encode
 from infinity.comm import Group
 from infinity.engine.build import Parts
 from infinity.engine.generators import generators, restore_generators, saved_generators, tell_of_other_ranks
 from infinity.engine.loader import TrainingLoader
 from infinity.engine.runtime import Runtime
+from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError, ScheduleError, StorageError
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
@@ -69,29 +72,59 @@ class Training:
 
 def save_checkpoint(
     training: Training,
+    saving: Saving,
     directory: str | os.PathLike[str],
     tag: str | None,
     client_state: Mapping[str, Any] | None,
     keep_last: int | None,
+    progress: Progress | None,
+    *,
+    wait: bool,
 ) -> str:
-    """Waits for updates under way, then writes everything that training goes on from."""
+    """Waits for updates under way, then writes everything that training goes on from, or has it written."""
     folder = Folder(directory)
+    wait = wait or training.parts.group.world_size > 1
     with training.runtime.alone():
         training.runtime.settle()
-        contents = Contents(
-            partition=training.parts.partition,
-            placement=training.parts.plan.placement,
-            stores=training.parts.homes.slice_stores,
-            group=training.parts.group,
-            steps=training.steps_of,
-            buffers={name: buffer.detach() for name, buffer in persistent_buffers(training.module).items()},
-            state=_state(training, client_state),
-            rank_state=generators(training.parts.device),
-            config=json.loads(training.parts.config.to_json()),
-            plan=training.parts.plan.render(),
-            step=int(training.counters["global_steps"]),
-        )
-        return save(folder, tag or f"global_step{contents.step}", contents, keep_last)
+        saving.check()
+        collect = partial(_contents, training, client_state, copied=not wait)
+        contents = together(training.parts.group, "what a checkpoint keeps", collect)
+        tag = tag or f"global_step{contents.step}"
+        write = partial(save, folder, tag, contents, keep_last)
+        if wait:
+            return write(progress)
+        saving.begin(folder.of(tag), [unit.index for unit in contents.units], progress, write)
+        return folder.of(tag)
+
+
+def _contents(training: Training, client_state: Mapping[str, Any] | None, *, copied: bool) -> Contents:
+    """What there is at this moment; ``copied`` where forward and backward may change what is not a unit's."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+
+    def put(prefix: str, tensor: torch.Tensor, copied: bool = copied) -> str:
+        tensors.append((f"{prefix}.{len(tensors)}", tensor.clone() if copied else tensor))
+        return tensors[-1][0]
+
+    state: dict[str, Any] = {}
+    if training.parts.group.rank == 0:
+        state = encode(_state(training, client_state), "state", partial(put, "state"))
+        of_units = partial(put, "state", copied=False)  # what a torch optimizer remembers may be all that fits
+        state["torch_optimizer"] = encode(_torch_states(training), "state.torch_optimizer", of_units)
+    buffers = {name: buffer.detach() for name, buffer in persistent_buffers(training.module).items()}
+    return Contents(
+        partition=training.parts.partition,
+        placement=training.parts.plan.placement,
+        stores=training.parts.homes.slice_stores,
+        group=training.parts.group,
+        steps=dict(training.steps_of),
+        buffers={name: value.clone() for name, value in buffers.items()} if copied else buffers,
+        state=state,
+        rank_state=encode(generators(training.parts.device), "state", partial(put, "rank")),
+        tensors=tensors,
+        config=json.loads(training.parts.config.to_json()),
+        plan=training.parts.plan.render(),
+        step=int(training.counters["global_steps"]),
+    )
 
 
 def load_checkpoint(
@@ -221,7 +254,6 @@ def _state(training: Training, client_state: Mapping[str, Any] | None) -> dict[s
         "non_finite_in_a_row": training.guard.in_a_row,
         "optimizer": None if optimizer is None else _optimizer_name(training),
         "groups": [] if optimizer is None else [_numbers(group) for group in optimizer.param_groups],
-        "torch_optimizer": _torch_states(training),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "loader": None if training.loader is None else training.loader.state_dict(),
         "model_config": config_files(training.module),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.device.lane import CallersLane, Lane, LaneTicket, Ticket
+from infinity.device.lane import DONE, CallersLane, Lane, LaneTicket, Ticket
 from infinity.errors import ScheduleError
 from infinity.obs.ledger import Ledger
 from infinity.plan.placement import STREAMED_KINDS, Placement
@@ -61,7 +61,8 @@ class Updater:
     """Reads sub-groups ahead, runs the rule on one, writes the ones behind, all on one lane.
 
     The ring of staging slabs behind the stores bounds what is in flight. A unit's ticket is done when its last
-    sub-group has been handed back to its store, from where the next read sees it.
+    sub-group has been handed back to its store, from where the next read sees it. A unit is not touched before
+    ``held`` of its index is done, which is how a save keeps what it has not written yet.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Updater:
         self._read_ahead = read_ahead
         self._lane = lane
         self._ledger = ledger
+        self.held: Callable[[int], Ticket] = lambda unit: DONE
         self._closed = False
         self._waiting: list[tuple[UnitUpdate, LaneTicket]] = []
         self._lock = threading.Lock()
@@ -111,6 +113,10 @@ class Updater:
             try:
                 for update, ticket in self._next():
                     begun.append(ticket)
+                    held = self.held(update.unit.index)
+                    while window and not held.done():
+                        self._advance(window)
+                    held.wait()
                     for group in self._subgroups(update):
                         if self._closed:
                             raise ScheduleError("the engine was destroyed before this update was made")
@@ -135,8 +141,12 @@ class Updater:
             with self._lock:
                 if not self._waiting:
                     return
-                entry = self._waiting.pop(0)
+                free = (place for place, (update, _) in enumerate(self._waiting) if self._is_free(update))
+                entry = self._waiting.pop(next(free, 0))
             yield entry
+
+    def _is_free(self, update: UnitUpdate) -> bool:
+        return self.held(update.unit.index).done()
 
     def _advance(self, window: deque[tuple[SubGroup, dict[StateKind, Lease], LaneTicket]]) -> None:
         group, leases, ticket = window[0]
