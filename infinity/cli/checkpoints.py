@@ -9,6 +9,7 @@ from typing import Any
 
 from infinity.checkpoint.folder import LATEST, Folder
 from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.save import Progress
 from infinity.config.run import RunConfig
 from infinity.data import ByteLoader
 from infinity.errors import CheckpointError
@@ -20,8 +21,9 @@ DIRECTORY = "checkpoints"
 class RunCheckpoints:
     """The checkpoints in ``<output_dir>/checkpoints``, where a run also looks for one to go on from."""
 
-    def __init__(self, output: Path, run: RunConfig, resume: str | None) -> None:
+    def __init__(self, output: Path, run: RunConfig, resume: str | None, progress: Progress | None = None) -> None:
         self.directory = output / DIRECTORY
+        self._progress = progress
         self._run = run
         self._source = self._found(resume)
         self._saved: tuple[int, str] | None = None
@@ -39,20 +41,27 @@ class RunCheckpoints:
         return int(engine.global_steps)
 
     def is_due(self, step: int) -> bool:
-        if not self._run.keep_last:
-            return False
-        every = self._run.checkpoint_every
-        return step == self._run.steps or bool(every and step % every == 0)
+        """Whether to save after so many steps, of which there are more to come."""
+        run = self._run
+        return bool(run.keep_last and run.checkpoint_every) and step % run.checkpoint_every == 0 and step < run.steps
+
+    def begin(self, engine: Any, loader: ByteLoader) -> None:
+        """Lets what there is now be saved while training goes on, unless nothing is to be kept or it is saved."""
+        if self._run.keep_last and (self._saved is None or self._saved[0] != engine.global_steps):
+            path = engine.save_checkpoint(
+                self.directory,
+                client_state={"loader": dict(loader.state_dict())},
+                keep_last=self._run.keep_last,
+                wait=False,
+                progress=self._progress,
+            )
+            self._saved = engine.global_steps, path
 
     def save(self, engine: Any, loader: ByteLoader) -> str | None:
-        """Saves what there is now, unless that is saved already; returns the path, None if nothing is to be kept."""
-        if not self._run.keep_last:
-            return None
-        if self._saved is None or self._saved[0] != engine.global_steps:
-            client = {"loader": dict(loader.state_dict())}
-            path = engine.save_checkpoint(self.directory, client_state=client, keep_last=self._run.keep_last)
-            self._saved = engine.global_steps, path
-        return self._saved[1]
+        """Saves what there is now to the end; returns the path, None if nothing is to be kept."""
+        self.begin(engine, loader)
+        engine.settle()
+        return self._saved[1] if self._saved is not None and self._run.keep_last else None
 
     def _found(self, resume: str | None) -> tuple[str, str | None] | None:
         """Folder with tag of what to go on from; known before anything that takes long."""

@@ -9,7 +9,17 @@ from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from infinity.cli.measure import LinkUse, StepRecord, TierUse
@@ -61,6 +71,9 @@ class Shown(Protocol):
     def evaluated(self, step: int, loss: float) -> None:
         """Held-back text was read after ``step`` steps."""
 
+    def saving(self, done: int, total: int) -> None:
+        """So many bytes of a checkpoint are written, all of them when it is complete; called on another thread."""
+
     def say(self, text: str) -> None:
         """Something out of the ordinary."""
 
@@ -95,6 +108,9 @@ class Lines:
     def evaluated(self, step: int, loss: float) -> None:
         self.say(f"{self._place(step)} | held-back loss {loss:.3f} (unigram entropy {self._entropy:.3f})")
 
+    def saving(self, done: int, total: int) -> None:
+        pass  # the log says how long it took
+
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
@@ -106,7 +122,7 @@ class Lines:
 
 
 class Panel:
-    """A bar, the numbers of the last step below it, evaluations left standing above."""
+    """A bar, the numbers of the last step below it, one more bar during a save, evaluations left standing above."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -121,9 +137,14 @@ class Panel:
             expand=True,
         )
         self._task = self._bar.add_task("train", total=None, visible=False)
+        self._save_bar = Progress(
+            TextColumn("saving", style="dim"), BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn(),
+            console=console, expand=True,
+        )  # fmt: skip
+        self._save: TaskID | None = None
         self._entropy, self._held_back = math.nan, math.nan
         self._record: StepRecord | None = None
-        self._live = Live(self._bar, console=console, refresh_per_second=4, transient=True)
+        self._live = Live(self.bars(), console=console, refresh_per_second=4, transient=True)
 
     def begin(self, heading: Heading) -> None:
         self._entropy = heading.unigram_entropy
@@ -135,7 +156,19 @@ class Panel:
     def step(self, record: StepRecord) -> None:
         self._record = record
         self._bar.update(self._task, completed=record.step)
-        self._live.update(Group(self._bar, self._numbers(record)))
+        self._live.update(Group(self.bars(), self._numbers(record)))
+
+    def saving(self, done: int, total: int) -> None:
+        if self._save is None:
+            self._save = self._save_bar.add_task("save", total=total)
+        self._save_bar.update(self._save, completed=done)
+        if done == total:
+            self._save_bar.remove_task(self._save)
+            self._save = None
+
+    def bars(self) -> Group:
+        """Of the run, of the save under way."""
+        return Group(self._bar, self._save_bar)
 
     def _numbers(self, record: StepRecord) -> Table:
         numbers = Table.grid(padding=(0, 2, 0, 0))
@@ -155,7 +188,7 @@ class Panel:
         text = f"after {step:>4} steps: loss on held-back text {loss:.3f}, unigram entropy {self._entropy:.3f}"
         self._console.print(text, markup=False, highlight=False)
         if self._record is not None:
-            self._live.update(Group(self._bar, self._numbers(self._record)))
+            self._live.update(Group(self.bars(), self._numbers(self._record)))
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)

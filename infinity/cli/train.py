@@ -106,7 +106,7 @@ class _Run:
         self._batch = config.resolve_batch(world_size)
         self._output = Path(config.run.output_dir)
         self._prepare_output()
-        self._checkpoints = RunCheckpoints(self._output, config.run, resume)
+        self._checkpoints = RunCheckpoints(self._output, config.run, resume, shown.saving)
         self.saves = True
         seed_everything(config.run.seed)
         self._corpus = Corpus.open(config.run.data)
@@ -208,10 +208,12 @@ class _Run:
                 saved = self._checkpoints.save(engine, self._loader) if self.saves else None
                 raise WearError(f"{worn}; {f'{saved} holds' if saved else 'nothing keeps'} the {step} steps done")
             if self.saves and self._checkpoints.is_due(step):
-                self._checkpoints.save(engine, self._loader)
+                self._checkpoints.begin(engine, self._loader)
         start = time.perf_counter()
         engine.settle()
         self._seconds += time.perf_counter() - start
+        if self.saves:
+            self._checkpoints.save(engine, self._loader)
 
     def _evaluate(self, engine: Any, metrics: MetricsWriter, step: int) -> None:
         if not self._held_back:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from infinity.cli.measure import LinkUse, StepMeter, StepRecord, TierUse
-from infinity.cli.progress import Heading, Lines, open_progress
+from infinity.cli.progress import Heading, Lines, Panel, open_progress
 from infinity.cli.summary import ProcessMemory
 
 HEADING = Heading(
@@ -68,6 +69,32 @@ def test_the_panel_fits_and_tells_everything(width: int) -> None:
     assert "after    0 steps: loss on held-back text 5.545" in text
     plain = [line for line in text.replace("\r", "\n").split("\n") if "\x1b" not in line]
     assert max(map(len, plain)) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_save_has_a_bar_until_it_is_complete(width: int) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    panel = Panel(console)
+    panel.begin(HEADING)
+    panel.step(RECORD)
+    for done in (0, 300_000_000, 1_400_000_000):
+        panel.saving(done, 1_400_000_001)
+    panel.close()
+    with console.capture() as capture:
+        console.print(panel.bars())
+    assert "0.3/1.4 GB" not in capture.get()
+    assert re.search(r"saving .*1\.4/1\.4 GB", capture.get())
+    assert max(map(len, capture.get().splitlines())) <= width
+    panel.saving(1_400_000_001, 1_400_000_001)
+    with console.capture() as capture:
+        console.print(panel.bars())
+    assert "saving" not in capture.get()
+    assert "step 7/30" in capture.get()
+    panel.saving(1, 2)  # the next save begins anew
+    with console.capture() as capture:
+        console.print(panel.bars())
+    assert "1/2 bytes" in capture.get()
 
 
 def test_elsewhere_a_step_is_one_line() -> None:
