@@ -39,17 +39,16 @@ OTHER_RANKS = 0.2
 """How often two ranks' checkpoint is taken up by one rank, which does both ranks' work."""
 
 TELL = """
-import infinity.cli.checkpoints as checkpoints, os, time
-class Telling(checkpoints.RunCheckpoints):
-    def save(self, engine, loader):
-        os.write(1, f"saving {engine.global_steps}\\n".encode())
-        path = super().save(engine, loader)
-        os.write(1, f"saved {engine.global_steps}\\n".encode())
-        return path
-import infinity.cli.train
-infinity.cli.train.RunCheckpoints = Telling
+import infinity.engine.persistence as persistence, os
+save = persistence.save
+def telling(folder, tag, contents, *options):
+    os.write(1, f"saving {contents.step}\\n".encode())
+    path = save(folder, tag, contents, *options)
+    os.write(1, f"saved {contents.step}\\n".encode())
+    return path
+persistence.save = telling
 """
-"""What a child does beside training: it says when a save begins, when it has returned."""
+"""What a child does beside training: it says when a save begins, when its checkpoint is complete."""
 
 Losses = list[tuple[float, float | None]]
 """The loss of each step, with the norm of its gradient."""
