@@ -32,6 +32,7 @@ from infinity.engine.sharing import padded
 from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
 from infinity.engine.wear import WearGuard
+from infinity.engine.zero_grad import ZeroGrad
 from infinity.errors import ScheduleError
 from infinity.optim.facade import StreamedOptimizer
 from infinity.optim.loss_scaler import LossScaler, NonFiniteGuard
@@ -413,24 +414,6 @@ class Engine(Keeping):
         self._wear.note(now[1])
         self._last_traffic = now[0] - self._traffic_mark[0], now[1] - self._traffic_mark[1]
         self._traffic_mark = now
-
-
-class ZeroGrad:
-    """``zero_grad`` of an attached model; it does not keep the engine alive."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-        self._module = engine.module
-        self._module.__dict__["zero_grad"] = self
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.zero_grad(set_to_none)
-
-    def remove(self) -> None:
-        """Gives the module its own ``zero_grad`` back."""
-        del self._module.__dict__["zero_grad"]
 
 
 def _take_down(parts: Parts, runtime: Runtime, replaced: Sequence[EntryModule | ZeroGrad]) -> None:
