@@ -161,7 +161,17 @@ def shared_disks(directories: Sequence[Path]) -> Iterator[Finding]:
 def measuring(
     directories: Sequence[Path], nbytes: int, window_bytes: int, console: Console
 ) -> Iterator[tuple[Tuner, list[str]]]:
-    """Trial files, memory, the reasons to doubt what will be measured; all of it is gone afterwards."""
+    """Trial files, memory, the reasons to doubt what will be measured; all of it is gone afterwards.
+
+    A directory that is not there is refused: a misspelt one would be on another disk.
+    """
+    for directory in directories:
+        if not directory.is_dir():
+            raise StorageError(
+                "there is no directory",
+                path=str(directory),
+                action=f"Name one that training will use; `infinity nvme init {directory}` makes it",
+            )
     with console.status("writing trial files"):
         window = Window(window_bytes)
         files = TrialFiles([str(directory) for directory in directories], nbytes)

@@ -27,6 +27,21 @@ RENAMED = {
 }
 """Keys that people bring along, then what to write for them."""
 
+TRAINER = {
+    "gradient_clipping": "its `max_grad_norm` (1.0 by default)",
+    "fp16.enabled": "its `fp16` (false by default)",
+    "bf16.enabled": "its `bf16` (false by default)",
+    "optimizer.params.lr": "its `learning_rate` (5e-5 by default)",
+    "optimizer.params.betas": "its `adam_beta1`, `adam_beta2` ([0.9, 0.999] by default)",
+    "optimizer.params.eps": "its `adam_epsilon` (1e-8 by default)",
+    "optimizer.params.weight_decay": "its `weight_decay` (0.0 by default)",
+    "scheduler.params.warmup_min_lr": "0.0",
+    "scheduler.params.warmup_max_lr": "its `learning_rate` (5e-5 by default)",
+    "scheduler.params.warmup_num_steps": "its `warmup_steps` (0 by default)",
+    "scheduler.params.total_num_steps": "its `max_steps`, or the steps that its data last for",
+}
+"""What Hugging Face's Trainer puts where a DeepSpeed config says "auto", of keys that nothing is known of here."""
+
 EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -56,6 +71,11 @@ def sentence(error: ErrorDetails, root: type[BaseModel], at: Key = ()) -> str:
     name = f"`{dotted((*at, *here))}`"
     if kind == "extra_forbidden":
         return unknown_key(here, root, at)
+    if value == "auto" and (source := TRAINER.get(dotted((*at, *here)))):
+        return (
+            f'{name} is "auto", which Hugging Face\'s Trainer replaces by {source}; nothing replaces it here, so write '
+            "the value, or leave the key out for the default here."
+        )
     if kind == "missing":
         return f"{name} is missing; add it to `{dotted((*at, *here[:-1]))}`, since nothing can be assumed for it."
     if kind == "expected":

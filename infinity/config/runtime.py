@@ -13,6 +13,7 @@ from infinity.config.values import (
     AutoBytes,
     AutoCount,
     AutoNatural,
+    AutoPages,
     AutoSomeBytes,
     Block,
     Count,
@@ -93,7 +94,7 @@ class InfinityConfig(Block):
     """The tier that keeps the inputs of recomputed units; "auto" fills one after the other, given a micro-batch."""
     units: Units = "auto"
     """Class names or module name patterns whose parameters move together."""
-    tile_bytes: AutoSomeBytes = "auto"
+    tile_bytes: AutoPages = "auto"
     """Linears and embeddings above this become tiles; auto cuts where ``device_memory`` would not hold the plan."""
     update_in_backward: bool = False
     """Updates each unit as soon as backward has its gradient: needs no clipping, no accumulation, no fp16."""

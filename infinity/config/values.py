@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from infinity.config.size import EXPECTED as A_SIZE
 from infinity.config.size import parse_bytes
 from infinity.errors import ConfigError
+from infinity.tier import PAGE_BYTES
 
 Auto = Literal["auto"]
 
@@ -81,14 +82,14 @@ def real(least: float, most: float = math.inf, *, above: bool = False) -> PlainV
     return PlainValidator(check, json_schema_input_type=float)
 
 
-def sized(least: int = 0) -> PlainValidator:
+def sized(least: int = 0, why: str = "") -> PlainValidator:
     def check(value: object) -> int:
         try:
             size = parse_bytes(value)
         except ConfigError:
             raise expected(A_SIZE) from None
         if size < least:
-            raise expected(f"{A_SIZE}, of at least {least}")
+            raise expected(f"{A_SIZE}, of at least {least}{why}")
         return size
 
     return PlainValidator(check, json_schema_input_type=int)
@@ -151,6 +152,7 @@ Fraction01 = Annotated[float, real(0.0, 1.0)]
 Bytes = Annotated[int, sized()]
 AutoBytes = Annotated[int | Auto, or_auto(sized())]
 AutoSomeBytes = Annotated[int | Auto, or_auto(sized(1))]
+AutoPages = Annotated[int | Auto, or_auto(sized(PAGE_BYTES, " (a page, which is what less would take as well)"))]
 Text = Annotated[str, PlainValidator(text, json_schema_input_type=str)]
 Directories = Annotated[
     tuple[str, ...],

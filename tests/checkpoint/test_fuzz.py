@@ -119,7 +119,7 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fuzz")
     config = configure(directory / "swap", "cpu")
-    config["infinity"]["tile_bytes"] = 2000  # matrices are cut both ways
+    config["infinity"]["tile_bytes"] = 4096  # matrices are cut both ways
     with engine_of(config) as engine:
         train(engine, 0, 1)
         return Path(engine.save_checkpoint(directory / "ckpt", "a"))

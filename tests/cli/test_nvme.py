@@ -75,6 +75,17 @@ def test_what_cannot_be_measured_is_one_paragraph(tmp_path: Path, arguments: tup
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_misspelt_directory_is_not_made(tmp_path: Path, command: str) -> None:
+    code, text, error = run(command, str(tmp_path / "swpa"), *TINY)
+    assert (code, text) == (1, "")
+    assert error == (
+        f"error: there is no directory {tmp_path / 'swpa'}. Name one that training will use; `infinity nvme init "
+        f"{tmp_path / 'swpa'}` makes it\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_measures_each_pattern_in_plain_lines(tmp_path: Path) -> None:
     code, text, error = run("bench", str(tmp_path), "--engine", "threads", *TINY, "--block-size", "64KiB")
     assert (code, error) == (0, "")
@@ -86,6 +97,7 @@ def test_bench_measures_each_pattern_in_plain_lines(tmp_path: Path) -> None:
 
 def test_tune_keeps_the_rest_of_the_config(tmp_path: Path) -> None:
     config, disk = tmp_path / "c.json", tmp_path / "disk"
+    disk.mkdir()
     before = (CONFIGS / "demo.json").read_text()
     config.write_text(before)
     config.chmod(0o640)
@@ -102,13 +114,13 @@ def test_tune_keeps_the_rest_of_the_config(tmp_path: Path) -> None:
     assert loaded["infinity"].pop("io_engine") == chosen["best"]["engine"]
     assert loaded == original
     assert Config.load(config).aio.queue_depth == chosen["best"]["queue_depth"]
-    assert not disk.exists()
+    assert list(disk.iterdir()) == []
 
 
 def test_tune_writes_under_the_name_that_the_config_uses(tmp_path: Path) -> None:
     config = tmp_path / "c.json"
     config.write_text('{ "aio": { "intra_op_parallelism": 1, "block_size": 4096 } }')
-    code, _, error = run("tune", str(tmp_path / "disk"), *TINY, "--seconds", "1", "--write", str(config))
+    code, _, error = run("tune", str(tmp_path), *TINY, "--seconds", "1", "--write", str(config))
     assert (code, error) == (0, "")
     assert json.loads(config.read_text())["aio"].keys() == {"intra_op_parallelism", "block_size", "queue_depth"}
 

@@ -25,6 +25,22 @@ def ours(**keys: Any) -> dict[str, Any]:
 
 
 ONE_FAULT: list[tuple[dict[Any, Any], str]] = [
+    # what Hugging Face's Trainer would have filled in
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        '`optimizer.params.lr` is "auto", which Hugging Face\'s Trainer replaces by its `learning_rate` (5e-5 by '
+        "default); nothing replaces it here, so write the value, or leave the key out for the default here.",
+    ),
+    (
+        {"bf16": {"enabled": "auto"}},
+        '`bf16.enabled` is "auto", which Hugging Face\'s Trainer replaces by its `bf16` (false by default); nothing '
+        "replaces it here, so write the value, or leave the key out for the default here.",
+    ),
+    (
+        ours(tile_bytes=10),
+        '`infinity.tile_bytes` is 10, but it must be a number of bytes, or text such as "8GiB" (2^30) or "8GB" (10^9), '
+        'of at least 4096 (a page, which is what less would take as well), or "auto".',
+    ),
     # unknown keys
     ({"zero_optimzation": {}}, "`zero_optimzation` is not a known key; did you mean `zero_optimization`?"),
     ({"FP16": {}}, "`FP16` is not a known key; did you mean `fp16`?"),

@@ -169,17 +169,17 @@ def test_an_engine_with_updates_in_backward_can_be_collected(tmp_path: Path) -> 
     assert remains() is None
 
 
-@pytest.mark.parametrize("tile_bytes", ["auto", 2048])
+@pytest.mark.parametrize("tile_bytes", ["auto", 4096])
 def test_units_that_wait_for_the_end_of_backward_have_slabs_beside_the_others(
     tmp_path: Path, tile_bytes: str | int
 ) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = nn.Embedding(16, 32)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
-            self.gain = nn.Parameter(torch.ones(32))  # in the root unit
-            self.head = nn.Linear(32, 16, bias=False)
+            self.embedding = nn.Embedding(16, 64)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+            self.gain = nn.Parameter(torch.ones(64))  # in the root unit
+            self.head = nn.Linear(64, 16, bias=False)
             self.head.weight = self.embedding.weight
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from tests.engine.helpers import attached, configure, train_attached, train_plai
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16)
+        self.up = nn.Linear(16, 128)
+        self.down = nn.Linear(128, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.dropout(F.gelu(self.up(x)), 0.1, self.training))
@@ -77,11 +77,11 @@ def test_only_one_stretch_is_kept() -> None:
     x = torch.randn(50, 16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(x)
-    assert sum(t.numel() for t in saved if t.dim() == 2 and t.shape[-1] == 64) == 0, "nothing of the inside"
+    assert sum(t.numel() for t in saved if t.dim() == 2 and t.shape[-1] == 128) == 0, "nothing of the inside"
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("tile_bytes", ["auto", 2048])
+@pytest.mark.parametrize("tile_bytes", ["auto", 4096])
 def test_in_an_engine_with_dropout(tmp_path: Path, recompute: bool, tile_bytes: int | str) -> None:
     expected = train_plain(built(16), BATCHES, loss_of)
     with attached(built(16), configure(tmp_path, recompute=recompute, tile_bytes=tile_bytes)) as engine:
