@@ -36,6 +36,7 @@ from infinity.storage.io_engine import Faults, IoEngine, open_io_engine
 from infinity.storage.store import Extent, FileStore, MemoryStore, SplitStore, Store
 from infinity.storage.swap_directory import SwapDirectory
 from infinity.storage.swap_file import SwapFile
+from infinity.storage.verified_activations import VerifiedActivationFile
 from infinity.storage.verified_store import VerifiedFileStore
 from infinity.storage.watchdog import Watchdog
 from infinity.stream.activations import Activations, ActivationStream, DeviceActivations
@@ -295,7 +296,8 @@ def _open_activations(parts: Parts, files: list[SwapFile], injected: Injected) -
         assert parts.io is not None
         space = plan.budgets[Tier.NVME]
         left = None if space is None else space - plan.arena_bytes(Tier.NVME)
-        spill = ActivationFile(parts.io, files, left, parts.ledger)
+        kind_of_file = VerifiedActivationFile if parts.config.infinity.verify else ActivationFile
+        spill = kind_of_file(parts.io, files, left, parts.ledger)
     window = None if plan.waiting is None else plan.waiting.window
     parts.activations = ActivationStream(arena, region.bytes, spill, parts.ledger, window, poison=injected.poison)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import weakref
 from collections.abc import Iterator
@@ -86,6 +87,30 @@ def test_training_is_bitwise_that_of_the_device(tier: str, layer_major: bool, ga
     assert written < passes * (kept - INPUT), "the inputs that backward needs first stay"
     assert report["links"]["nvme_read"]["bytes"] <= written
     assert report["steady_allocations"] == dict.fromkeys(("device", "host"), 0)
+
+
+def test_inputs_are_checked_when_they_are_read_back(tmp_path: Path) -> None:
+    losses, weights, _ = trained(tmp_path, "device")
+    with started(tmp_path, "nvme", verify=True) as engine:
+        for step, expected in enumerate(losses):
+            loss = engine(tokens(step), tokens(step))
+            assert loss.item() == expected
+            engine.backward(loss)
+            engine.step()
+        state = engine.state_dict()
+        assert all(torch.equal(weights[name], state[name]) for name in weights)
+        loss = engine(tokens(9), tokens(9))
+        (path,) = tmp_path.rglob("activation.swap")
+        stream = engine._parts.activations
+        written = [piece for piece in stream._kept.values() if piece.file is not None]
+        for piece in written:
+            piece.moving.wait()
+            with open(path, "r+b") as file:
+                (byte,) = os.pread(file.fileno(), 1, piece.file.start + 100)
+                os.pwrite(file.fileno(), bytes([byte ^ 1]), piece.file.start + 100)
+        with pytest.raises(infinity.StorageError, match=r"the input of a unit \(\d+ bytes\).*damaged: 1 of") as caught:
+            engine.backward(loss)
+        assert caught.value.path == str(path)
 
 
 def test_batches_of_any_length_fit_in_any_order(tmp_path: Path) -> None:
