@@ -129,7 +129,8 @@ def save(
         directory = together(group, "the beginning of a checkpoint", lambda: _begin(folder, tag, stack, first=first))
         try:
             writer = _Writer(folder.disk, directory, contents, progress, kept)
-            nbytes = together(group, "the files of a checkpoint", writer.write_rank)
+            own = together(group, "the files of a checkpoint", writer.write_rank)
+            shares = group.talk("the bytes of a checkpoint", own.to_bytes(8, "little"))
             end = lambda: _complete(folder, tag, writer, keep_last) if first else None  # noqa: E731
             together(group, "the end of a checkpoint", end)
         except BaseException:
@@ -138,6 +139,7 @@ def save(
                     folder.disk.remove(directory)
             raise
     path, seconds = folder.of(tag), time.perf_counter() - start
+    nbytes = sum(int.from_bytes(share, "little") for share in shares)
     if progress is not None:
         progress(contents.nbytes, contents.nbytes)
     log.info("checkpoint %s: %s in %.2f s (%.2f GB/s)", path, format_bytes(nbytes), seconds, nbytes / seconds / 1e9)
@@ -374,7 +376,9 @@ class _Writer:
         now = time.perf_counter()
         if now - self._told > TOLD_SECONDS:
             self._told = now
-            log.info("checkpoint %s: %s of %s written", self._directory, format_bytes(done), format_bytes(self._nbytes))
+            share = " of this rank" if self._contents.group.world_size > 1 else ""
+            told = f"{format_bytes(done)} of {format_bytes(self._nbytes)}{share}"
+            log.info("checkpoint %s: %s written", self._directory, told)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)

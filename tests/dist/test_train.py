@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.folder import Folder
+from infinity.checkpoint.read import Checkpoint
+from infinity.config.size import format_bytes
 from tests.dist.helpers import Launcher
 from tests.faults.helpers import leftovers, tiny_run
 
@@ -33,6 +35,9 @@ def test_the_command_gives_the_same_steps_as_one_rank(launcher: Launcher, tmp_pa
         assert one["gradient_norm"] == other["gradient_norm"]
         assert abs(one["loss"] - other["loss"]) < 1e-6
     assert "loss" in said[0]
+    with Checkpoint(Folder(tmp_path / "two" / "out" / "checkpoints").find()) as checkpoint:
+        nbytes = format_bytes(checkpoint.verify())
+    assert f"checkpoint {checkpoint.path}: {nbytes} in " in said[0].replace("\n", ""), "the share of both"
     assert said[1] == ""
     assert leftovers(tmp_path / "two" / "swap") == []
 
