@@ -38,6 +38,9 @@ TIMEOUT_SECONDS = 5.0
 OTHER_RANKS = 0.2
 """How often two ranks' checkpoint is taken up by one rank, which does both ranks' work."""
 
+SLOWER = 1.2
+"""By how much longer a run is taken to be after one that was killed before it had begun to save."""
+
 TELL = """
 import infinity.engine.persistence as persistence, os
 save = persistence.save
@@ -163,6 +166,8 @@ class Harness:
             self._longest[number] = max(seconds, self._longest[number] if before else 0.0)
             shutil.rmtree(self._run.output)
             return
+        if not any(told.values()):  # slower, so that kills do not all come before the first step
+            self._longest[number] *= SLOWER
         figures.kills += 1
         figures.whom[f"{'all' if len(dead) == number else f'rank {dead[0]}'} of {number}"] += 1
         figures.in_a_save += any(told[rank] and told[rank][-1][0] == "saving" for rank in dead)
