@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ONLY_FP32 = (torch.float32,)
 
 
 class AdamScalars(NamedTuple):
@@ -156,12 +157,11 @@ def check_adam(
     out: torch.Tensor | None,
 ) -> None:
     """Raises a TypeError or ValueError that names the argument ``Kernels.adam`` cannot take."""
-    only_fp32 = (torch.float32,)
-    check("master", master, only_fp32)
+    check("master", master, ONLY_FP32)
     named = {"master": master}
     for name, tensor, dtypes in (
-        ("exp_avg", exp_avg, only_fp32),
-        ("exp_avg_sq", exp_avg_sq, only_fp32),
+        ("exp_avg", exp_avg, ONLY_FP32),
+        ("exp_avg_sq", exp_avg_sq, ONLY_FP32),
         ("grad", grad, FLOAT_DTYPES),
         ("out", out, FLOAT_DTYPES),
     ):
@@ -173,9 +173,11 @@ def check_adam(
 
 def check_accumulate(into: torch.Tensor, grad: torch.Tensor) -> None:
     """Raises a TypeError or ValueError that names the argument ``Kernels.accumulate`` cannot take."""
-    check("into", into, (torch.float32,))
+    check("into", into, ONLY_FP32)
     check("grad", grad, FLOAT_DTYPES, like=("into", into))
-    check_disjoint({"into": into, "grad": grad})
+    start, begin = into.data_ptr(), grad.data_ptr()
+    if start < begin + grad.nbytes and begin < start + into.nbytes:
+        raise ValueError("into and grad share memory; expected separate buffers")
 
 
 def check(

@@ -81,7 +81,7 @@ def _set(owner: Runtime, parameter: LentParameter, value: torch.Tensor) -> None:
         owner.settle()
         for (index, slot), region in zip(parameter.places, regions, strict=True):
             unit, part = owner.units[index].unit, value.detach()[region]
-            owner.units[index].generation += 1
+            owner.units[index].changed()
             for kind in (StateKind.PARAM, StateKind.MASTER):
                 if owner.homes.placement.has(kind, unit):
                     owner.homes.write(kind, index, slot, part)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.engine.placeholder import LentParameter
@@ -18,7 +19,8 @@ class BoundUnit:
     """A unit with the places in the module tree where its parameters are seen.
 
     ``homes[i]`` are the ``_parameters`` dicts that hold slot ``i``; ``generation`` counts the updates it has had;
-    ``gathered`` are real values, by slot, that the user looks at.
+    ``gathered`` are real values, by slot, that the user looks at; ``home`` is the memory where graphs refer to the
+    parameters directly, because they never leave it.
     """
 
     unit: Unit
@@ -26,9 +28,16 @@ class BoundUnit:
     homes: list[list[tuple[dict[str, Any], str]]]
     generation: int = 0
     gathered: dict[int, nn.Parameter] = field(default_factory=dict)
+    home: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._bound: list[list[nn.Parameter]] = []
+
+    def changed(self) -> None:
+        """Says that the parameters' values are others now, so that graphs of the old ones are refused."""
+        self.generation += 1
+        if self.home is not None:
+            torch.autograd.graph.increment_version(self.home)
 
     def check_homes(self) -> None:
         """Raises if somebody else put a parameter into one of the places."""

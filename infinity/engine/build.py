@@ -90,6 +90,13 @@ class Parts:
     grads: GradStream | GradExchange = None  # type: ignore[assignment]
     updater: Updater = None  # type: ignore[assignment]
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether parameters never move, no update is ever behind, gradients are complete only with the backward."""
+        placement = self.plan.placement
+        whole = self.group.world_size == 1 and not self.partition.tiled and not placement.in_backward
+        return whole and placement.lends_in_place and not _update_waits(self)
+
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""
         self.params.settle()

@@ -132,15 +132,8 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     _cast_buffers(model, COMPUTE_DTYPES[parts.config.param_dtype])
     for name, buffer in model.named_buffers():
         parts.group.broadcast(f"the buffer {name}", buffer, 0)
-    entries = []
     modules = dict(model.named_modules())
-    waiting = parts.plan.waiting
-    kept, staying = (waiting.kept, waiting.staying) if waiting is not None else (frozenset(), frozenset())
-    for entry in parts.partition.entries:
-        module = modules[entry.path]
-        recompute = recomputes(parts.config, entry.path, module, is_block=entry.is_block) and entry.path not in kept
-        moves = None if entry.path in staying else parts.activations
-        entries.append(EntryModule(runtime, entry.path, module, entry.units, recompute=recompute, activations=moves))
+    entries = _called_entries(parts, runtime, modules)
     called = {entry.path for entry in parts.partition.entries}
     for path, module in modules.items():
         offloaded = [p for p in module._parameters.values() if isinstance(p, OffloadedParameter)]
@@ -150,6 +143,23 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
     for wrapped in entries:
         wrapped.install()
     return Engine(model, parts, runtime, saving, entries, _scaler(parts.config), group_of)
+
+
+def _called_entries(parts: Parts, runtime: Runtime, modules: Mapping[str, nn.Module]) -> list[EntryModule]:
+    """The entries of the partition; where nothing ever moves, those that keep activations join one around them."""
+    waiting = parts.plan.waiting
+    kept, staying = (waiting.kept, waiting.staying) if waiting is not None else (frozenset(), frozenset())
+    entries = []
+    for entry in parts.partition.entries:
+        path, module = entry.path, modules[entry.path]
+        again = recomputes(parts.config, path, module, is_block=entry.is_block) and path not in kept
+        moves = None if path in staying else parts.activations
+        joins = parts.is_resident and not again
+        entries.append(EntryModule(runtime, path, module, entry.units, recompute=again, activations=moves, joins=joins))
+    if parts.is_resident:
+        for bound in runtime.units:
+            bound.home = parts.params.flat(bound.unit.index)
+    return entries
 
 
 def _parameter_groups(

@@ -223,7 +223,7 @@ def changing(training: Training) -> Iterator[None]:
         yield
     finally:
         for bound in training.runtime.units:
-            bound.generation += 1
+            bound.changed()
         training.parts.params.drop_all()
         training.parts.grads.forget()
 

@@ -47,11 +47,28 @@ class Frame:
         self.used: set[int] = set()
         self.leaves: dict[int, list[nn.Parameter]] = {}
         self.ranges: dict[int, tuple[int, int]] = {}
-        self._versions: dict[int, int] = {}
+        self.joined: set[str] = set()
+        self._lent: dict[int, tuple[torch.Tensor, int]] = {}
 
     def lend(self, indices: Iterable[int]) -> None:
         """Brings units to the device, then shows them in the module tree."""
-        indices = [index for index in indices if index not in self.leaves]
+        self._lend([index for index in dict.fromkeys(indices) if index not in self.leaves])
+
+    @contextmanager
+    def join(self, name: str, indices: Sequence[int]) -> Iterator[None]:
+        """A call of another entry as a part of this one; its parameters are leaves of their own for this once."""
+        self.joined.add(name)
+        outer = {index: self.leaves[index] for index in indices if index in self.leaves}
+        self._lend(indices, name)
+        try:
+            yield
+        finally:
+            for index in indices:
+                self.runtime.units[index].unbind(self.leaves.pop(index))
+            self.runtime.params.release(indices)
+            self.leaves |= outer
+
+    def _lend(self, indices: Sequence[int], joined: str = "") -> None:
         for index in indices:
             self.runtime.units[index].check_homes()
         self.runtime.params.lend(indices, self.phase)
@@ -61,10 +78,11 @@ class Frame:
             bound = self.runtime.units[index]
             with torch.inference_mode(False):
                 flat = self.runtime.params.flat(index)
-                leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable)
+                leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable, joined=joined)
             self.leaves[index] = leaves
-            self._versions[index] = flat._version
-            self.ranges[index] = (flat.data_ptr(), flat.data_ptr() + flat.nbytes)
+            if index not in self._lent:
+                self._lent[index] = flat, flat._version
+                self.ranges[index] = flat.data_ptr(), flat.data_ptr() + flat.nbytes
             bound.bind(leaves)
             if self.phase is Phase.BACKWARD:
                 self.runtime.grads.expect(index)
@@ -78,14 +96,12 @@ class Frame:
         """Takes over what was lent to a frame within this one."""
         self.leaves |= inner.leaves
         self.ranges |= inner.ranges
-        self._versions |= inner._versions
+        self._lent |= inner._lent
         inner.leaves = {}
 
     def check_unwritten(self) -> None:
         """Raises if something wrote to lent memory, which would be lost with the loan on some tiers, kept on others."""
-        for index, version in self._versions.items():
-            with torch.inference_mode(False):
-                flat = self.runtime.params.flat(index)
+        for index, (flat, version) in self._lent.items():
             if flat._version != version:
                 unit = self.runtime.units[index].unit
                 raise ScheduleError(
@@ -146,7 +162,7 @@ class Runtime:
         self.homes: Homes
         self.tiled = TiledParameters()
         self._said: set[str] = set()
-        self._leaves: dict[tuple[int, int, bool], tuple[list[bool], list[nn.Parameter]]] = {}
+        self._leaves: dict[tuple[int, int, bool, str], tuple[list[bool], list[nn.Parameter]]] = {}
 
     @property
     def frames(self) -> list[Frame]:
@@ -235,14 +251,16 @@ class Runtime:
             self.failure = self.failure or error
             raise
 
-    def leaves(self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool) -> list[nn.Parameter]:
+    def leaves(
+        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, joined: str = ""
+    ) -> list[nn.Parameter]:
         """Leaf parameters over a lent unit's memory; gradients that reach them are deposited at once.
 
-        They are made once per unit and place in memory: making them costs more than a small unit's whole lend.
+        They are made once per unit, place in memory and ``joined`` entry: that costs more than a small unit's lend.
         """
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [placeholder.requires_grad for placeholder in bound.placeholders]
-        key = bound.unit.index, flat.data_ptr(), differentiable
+        key = bound.unit.index, flat.data_ptr(), differentiable, joined
         known, leaves = self._leaves.get(key, ([], [])) if self.turn is None else ([], [])
         if known != wanted:
             leaves = [

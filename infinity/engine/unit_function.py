@@ -18,6 +18,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.changes import ModuleState, draws_elsewhere, version
-from infinity.engine.inputs import aliases, leaves_like, taken
+from infinity.engine.inputs import Rejoined, aliases, leaves_like, taken
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Frame, Runtime
-from infinity.engine.tree import Tree, echo
+from infinity.engine.tree import Tree, echo, tensors_in
 from infinity.engine.turn import Turn
 from infinity.errors import OffloadedError, ScheduleError
 from infinity.stream.activations import ON_DEVICE, Activations, DeviceActivations, Inputs
@@ -43,7 +44,8 @@ _PLAIN = (
 class EntryModule:
     """A module whose calls lend units: its own forward, the units, the mode.
 
-    A *guest* lends only when it is called from outside of every other entry, which has its units otherwise.
+    A *guest* lends only when it is called from outside of every other entry, which has its units otherwise. One that
+    *joins* is computed as a part of the call around it, where that leaves every sum of gradients as it would be.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class EntryModule:
         recompute: bool,
         activations: Activations | None = None,
         guest: bool = False,
+        joins: bool = False,
     ) -> None:
         self.runtime = runtime
         self.name = path or "(root)"
@@ -64,6 +67,7 @@ class EntryModule:
         self.recompute = recompute
         self.activations = activations or DeviceActivations()
         self.guest = guest
+        self.joins = joins
         self.compute: Callable[..., Any] = module.forward
         self.state = ModuleState(module)
         self.trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -105,6 +109,8 @@ class EntryModule:
         runtime = self.runtime
         if self.guest and runtime.frames:
             return self.compute(*args, **kwargs)
+        if self.joins and runtime.frames and runtime.turn is None and self._may_join(args, kwargs):
+            return self._join(args, kwargs)
         runtime.check()
         given = Tree((args, kwargs))
         leaves = [runtime.borrowed(leaf) for leaf in given.leaves]
@@ -129,6 +135,34 @@ class EntryModule:
             turn.after_unit()
             return result
         return call.finish(UnitFunction.apply(call, None if needs_grad else runtime.anchor, *tensors))  # type: ignore[no-untyped-call]
+
+    def _may_join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Not a second time, for both gradients would be added in the compute dtype; nor with hidden inputs."""
+        if self.name in self.runtime.frames[-1].joined:
+            return False
+        return not any(
+            _has_grad(member)
+            for value in (*args, *kwargs.values())
+            if not isinstance(value, (torch.Tensor, *_PLAIN))
+            for member in (value if type(value) is tuple else [value])
+        )
+
+    def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call as a part of the one around it. Gradients it has for a tensor are added up before the others are."""
+        runtime = self.runtime
+        frame = runtime.frames[-1]
+        inputs: dict[int, Rejoined] = {}
+        if frame.differentiable and torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in inputs:
+                    inputs[id(value)] = Rejoined(runtime.borrowed(value))
+            args = tuple(inputs[id(value)].alias if id(value) in inputs else value for value in args)
+            kwargs = {key: inputs[id(value)].alias if id(value) in inputs else value for key, value in kwargs.items()}
+        with frame.join(self.name, self.units), runtime.ledger.span(self.name):
+            result = self.compute(*args, **kwargs)
+        for each in inputs.values():
+            each.end()
+        return result
 
     def may_recompute(self, leaves: Sequence[Any]) -> bool:
         """Whether a call may be computed twice: not if it gets an object that the first pass could change."""
@@ -240,9 +274,8 @@ class Call:
         rng = runtime.device.rng_state() if self.recompute else None
         drawn = draws_elsewhere() if self.recompute and not steady else ()
         self.inputs = leaves_like(tensors)
-        pack, unpack = (_nothing, self._gone) if steady else (runtime.pack, _unpacker(self))
         self.running = True
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.enable_grad(), self._saving(steady=steady):
             given = aliases(self.inputs)
             self.outputs = self.compute(given)
         self.running = False
@@ -258,6 +291,14 @@ class Call:
             self.autocast = runtime.device.autocast_state()
             self.inputs = []
         return given
+
+    def _saving(self, *, steady: bool) -> AbstractContextManager[object]:
+        """How the inner graph saves tensors: not at all, by handles, or as ever where what is lent never moves."""
+        if steady:
+            return torch.autograd.graph.saved_tensors_hooks(_nothing, self._gone)
+        if self.entry.joins and not self.recompute:
+            return _AS_EVER
+        return torch.autograd.graph.saved_tensors_hooks(self.entry.runtime.pack, _unpacker(self))
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Lets go of everything but the inputs, which go where they are to be until backward; those that stay."""
@@ -422,6 +463,11 @@ def _flow(
     return [taken(tensor) for tensor in inputs]
 
 
+def _has_grad(value: Any) -> bool:
+    tensors = [value] if isinstance(value, torch.Tensor) else tensors_in(value)
+    return any(tensor.requires_grad for tensor in tensors)
+
+
 def _is_computed(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
@@ -441,3 +487,6 @@ def _unpacker(call: Call) -> Callable[[Any], torch.Tensor]:
 
 def _nothing(tensor: torch.Tensor) -> None:
     """What a forward that will be computed again saves."""
+
+
+_AS_EVER = nullcontext()

@@ -53,7 +53,7 @@ class AtStep:
                 updates.append(update)
         tickets = self._parts.updater.start(updates)
         for update in updates:
-            self._units[update.unit.index].generation += 1
+            self._units[update.unit.index].changed()
         return tickets
 
 
@@ -102,7 +102,7 @@ class InBackward:
         if self._soonest_first:
             self._order = self._order or self._parts.params.forward_order()
             self._parts.updater.reorder(self._order)
-        self._units[index].generation += 1
+        self._units[index].changed()
         self._parts.params.begin_update(index, ticket)
         return ticket
 

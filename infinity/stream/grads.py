@@ -65,6 +65,7 @@ class GradStream:
         self._has = {unit.index: bytearray(len(unit.layout.slots)) for unit in units if unit.trainable}
         self._held: dict[int, Held] = {}
         self._sums: dict[int, tuple[float, float, str | None]] = {}
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._keeps_open = False
 
     def expect(self, index: int) -> None:
@@ -84,15 +85,13 @@ class GradStream:
 
     def deposit(self, index: int, slot: int, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient, in any floating dtype, to its accumulator."""
-        where = self._units[index].layout.slots[slot]
-        accumulator = self._accumulator(index)[where.offset : where.stop]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         flat = gradient.detach().contiguous().view(-1)
         if flat.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             flat = flat.to(torch.float32)
         has = self._has[index]
-        self._kernels.accumulate(accumulator, flat, first=not has[slot])
+        self._kernels.accumulate(self._part(index, slot), flat, first=not has[slot])
         has[slot] = 1
 
     def note(self, index: int, slot: int) -> None:
@@ -185,6 +184,16 @@ class GradStream:
         for index in tuple(self._held):
             self._flush(index)
         self._store.settle()
+
+    def _part(self, index: int, slot: int) -> torch.Tensor:
+        """A parameter's own range of the accumulator, remembered where that has one place for good."""
+        part = self._parts.get((index, slot))
+        if part is None:
+            where = self._units[index].layout.slots[slot]
+            part = self._accumulator(index)[where.offset : where.stop]
+            if not self._pools:
+                self._parts[index, slot] = part
+        return part
 
     def _accumulator(self, index: int) -> torch.Tensor:
         if not self._pools:

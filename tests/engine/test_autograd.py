@@ -413,3 +413,70 @@ def test_a_step_between_forward_and_backward_is_refused(tmp_path: Path, device: 
             with pytest.raises(infinity.ScheduleError, match="between a forward and its backward"):
                 loss.backward()
             train_one_step(engine)
+
+
+@pytest.mark.parametrize("device", PLACEMENTS)
+def test_a_graph_of_weights_that_a_step_changed_is_refused_wherever_it_is_entered(device: str, tmp_path: Path) -> None:
+    escaped: list[torch.Tensor] = []
+    with attached(Net(), configure(tmp_path, device, recompute=False)) as engine:
+        engine.module.blocks[1].tanh.register_forward_hook(lambda module, args, result: escaped.append(result))
+        loss = energy(engine.module, vectors(1)[0])
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        with pytest.raises((RuntimeError, infinity.ScheduleError), match=r"modified by an inplace|inside of unit"):
+            escaped[0].sum().backward()
+        with pytest.raises(infinity.ScheduleError, match=r"step\(\) updated unit"):
+            loss.backward()
+
+
+class Attending(nn.Module):
+    """Blocks that use one tensor, one weight of the model, several times each; one block is called twice, another
+    writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listener() for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(D))
+        self.source = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.source(x)
+        for number in (0, 1, 2, 1):
+            x = self.blocks[number](x, memory, gain=self.gain, writes=number == 2)
+        return x + memory
+
+
+class Listener(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(D, D)
+        self.values = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, *, gain: torch.Tensor, writes: bool) -> torch.Tensor:
+        mixed = torch.tanh(self.keys(memory) * gain) * self.values(memory) * gain + self.keys(x * 1).sin()
+        return x.add_(mixed) if writes else x + mixed
+
+
+def test_sums_of_gradients_are_grouped_alike_on_every_placement(tmp_path: Path) -> None:
+    """In bf16, where an order of additions shows: uses in one call first, then the calls, those of a weight in fp32."""
+    found = []
+    for device in ("nvme", "none", "cpu"):
+        torch.manual_seed(0)
+        config = configure(tmp_path, device, recompute=False) | {"bf16": {"enabled": True}}
+        with attached(Attending(), config) as engine:
+            x = vectors(1)[0].bfloat16().requires_grad_()
+            engine.backward(engine.module(x).float().pow(2).mean())
+            found.append(grads(engine.module) | {"x": x.grad})
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            assert gradient is not None
+            assert torch.equal(gradient, other[name]), name
+
+
+@pytest.mark.parametrize(("device", "nodes"), [("none", 1), ("cpu", 1), ("nvme", 4)])
+def test_units_that_never_move_are_one_node_of_the_graph(device: str, nodes: int, tmp_path: Path) -> None:
+    calls: list[str] = []
+    with attached(Net(), configure(tmp_path, device, recompute=False)) as engine:
+        engine._runtime.grads.begin = lambda call, indices: calls.append(call.entry.name)  # type: ignore[method-assign]
+        energy(engine.module, vectors(1)[0])
+        assert len(calls) == nodes
