@@ -2,11 +2,12 @@
 
     python -m bench.memory [--steps 4] [--swap DIR] [--json]
 
-Ten configurations (states in device memory, on the host, on NVMe; units recomputed or kept, whole or tiled; unit inputs
-on the host or on NVMe), each trained in a process of its own. An arena's peak must be the plan to the byte. The
-process is predicted as what it took before the model was made, plus the arenas, plus what the plan says that torch
-takes beside them. Then budgets that are too small are refused; the number that each refusal names is applied and must
-train. The last line of ``--json`` holds the worst of both, with every row.
+Eleven configurations (states in device memory, on the host, on NVMe; units recomputed or kept, whole or tiled; unit
+inputs on the host or on NVMe; what waits for backward chosen from the budgets), each trained in a process of its own.
+An arena's peak must be the plan to the byte. The process is predicted as what it took before the model was made, plus
+the arenas, plus what the plan says that torch takes beside them. Then budgets that are too small are refused; the
+number that each refusal names is applied and must train. The last line of ``--json`` holds the worst of both, with
+every row.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "nvme, recompute": {"device": "nvme"},
     "nvme, keep": {"device": "nvme", "recompute": False},
     "nvme, inputs on nvme": {"device": "nvme", "activations": "nvme"},
+    "nvme, auto": {"device": "nvme", "device_memory": "128MB", "host_memory": "400MB", "activations": "auto"},
     "nvme, recompute, tiled": {"device": "nvme", "tile_bytes": TILE_BYTES},
     "nvme, keep, tiled": {"device": "nvme", "recompute": False, "tile_bytes": TILE_BYTES},
 }
@@ -103,11 +105,13 @@ def child(order: dict[str, Any]) -> dict[str, Any]:
 
     # Everything that the first step of any model leaves behind: threads, kernels, lazily imported modules.
     unlimited = {key: value for key, value in order["config"]["infinity"].items() if key not in TIER_OF}
+    tokens = torch.zeros(1, 64, dtype=torch.long)
     engine, *_ = infinity.initialize(
-        Decoder(DecoderConfig(128, 2, 2, 256)), {**order["config"], "infinity": {**unlimited, "host_memory": "256MiB"}}
+        Decoder(DecoderConfig(128, 2, 2, 256)),
+        {**order["config"], "infinity": {**unlimited, "host_memory": "256MiB"}},
+        micro_batch=(tokens, tokens),
     )
     with engine:
-        tokens = torch.zeros(1, 64, dtype=torch.long)
         for _ in range(2):
             engine.backward(engine(tokens, tokens))
             engine.step()
@@ -118,8 +122,8 @@ def child(order: dict[str, Any]) -> dict[str, Any]:
     window = sum(parameter.nbytes for parameter in model.parameters() if type(parameter) is torch.nn.Parameter)
     gc.collect()
     before = status_bytes("RssAnon") - window
-    engine, *_ = infinity.initialize(model, order["config"])
     tokens = torch.randint(0, SHAPE["vocabulary"], MICRO_BATCH)
+    engine, *_ = infinity.initialize(model, order["config"], micro_batch=(tokens, tokens))
     with engine, AnonymousPeak(0.0005) as peak:
         for _ in range(order["steps"]):
             loss = engine(tokens, tokens)

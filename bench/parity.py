@@ -207,10 +207,12 @@ def cells_of(number: int, *, quick: bool) -> list[Cell]:
 
 def _cells_of(number: int, *, quick: bool) -> list[Cell]:
     if not quick:
-        return [*parity_cells.placements(), *parity_cells.axes(), *parity_cells.mixed(40, seed=number)]
+        every = [*parity_cells.placements(), *parity_cells.axes(), *parity_cells.split()]
+        return [*every, *parity_cells.mixed(40, seed=number)]
     if number == 0:
-        return [*parity_cells.placements(), *parity_cells.axes()]
-    return [Cell("everything on nvme", parity_cells.ON_NVME), *parity_cells.mixed(4, seed=number)]
+        return [*parity_cells.placements(), *parity_cells.axes(), *parity_cells.split()]
+    some = parity_cells.split()[number % 3 :: 3]
+    return [Cell("everything on nvme", parity_cells.ON_NVME), *some, *parity_cells.mixed(4, seed=number)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

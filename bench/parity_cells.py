@@ -125,6 +125,20 @@ def axes() -> list[Cell]:
     return cells
 
 
+def split() -> list[Cell]:
+    """One kind on two or three tiers: by the ratio of a DeepSpeed config, by budgets that hold a part of it."""
+    cells = []
+    for param, optimizer, ratio in (("nvme", "nvme", 0.5), ("cpu", "nvme", 0.6), ("nvme", "cpu", 0.4)):
+        blocks = offload(param, optimizer)["zero_optimization"]
+        rest = {"zero_optimization": {name: {**block, "ratio": ratio} for name, block in blocks.items()}}
+        cells.append(Cell(f"{ratio} of params {param}, optimizer {optimizer}", rest=rest))
+    for device, host in (("96KiB", "640KiB"), ("160KiB", "448KiB"), ("256KiB", "320KiB"), ("96KiB", "288KiB")):
+        own = {"device_memory": device, "host_memory": host, "tile_bytes": "1TiB"}
+        rest = {"zero_optimization": {**offload("auto", "auto")["zero_optimization"], "sub_group_size": 2048}}
+        cells.append(Cell(f"auto in {device} and {host}", own, rest))
+    return cells
+
+
 def in_backward(cells: list[Cell]) -> list[Cell]:
     """The same choices with each unit updated in backward; the reference updates all at the end of the step."""
     return [replace(cell, infinity={**cell.infinity, "update_in_backward": True}) for cell in cells]

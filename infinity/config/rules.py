@@ -25,6 +25,7 @@ def clashes(config: Schema) -> Iterator[Clash]:
     yield from _batch(config)
     yield from _precision(config)
     yield from _stage(config)
+    yield from _ratio(config)
     yield from _swap_directories(config)
     yield from _placement(config)
     yield from _update_in_backward(config)
@@ -101,6 +102,18 @@ def _stage(config: Schema) -> Iterator[Clash]:
 
 def _from(least: int) -> str:
     return "3" if least == 3 else f"{least}, 2 or 3" if least == 1 else f"{least} or more"
+
+
+def _ratio(config: Schema) -> Iterator[Clash]:
+    for name in ("offload_param", "offload_optimizer"):
+        offload = getattr(config.zero_optimization, name)
+        if offload and offload.ratio != 1.0 and offload.device in ("none", "auto"):
+            key = f"zero_optimization.{name}"
+            yield Clash(
+                (f"{key}.ratio", f"{key}.device"),
+                f'`{key}.ratio` is {offload.ratio:g}, but `{key}.device` is "{offload.device}"; drop the ratio, or set '
+                'the device to "cpu" or "nvme", to which so much is offloaded.',
+            )
 
 
 def _swap_directories(config: Schema) -> Iterator[Clash]:

@@ -26,7 +26,7 @@ class OffloadConfig(Block):
     pin_memory: Annotated[bool, NoEffect] = False
     """Host memory is pinned where there is an accelerator to copy to."""
     ratio: Fraction01 = 1.0
-    """Share of the elements that is offloaded."""
+    """Share of the bytes that is offloaded, unit by unit; the first units stay on the device."""
 
     buffer_count: AutoCount = "auto"
     """On NVMe: device slabs per unit size (parameters), buffers for one state of one sub-group each (optimizer)."""

@@ -191,13 +191,11 @@ def _build(
 
 def _check_supported(config: Config) -> None:
     """Refuses what the config may say but this version cannot do; nothing is ignored in silence."""
-    own, zero = config.infinity, config.zero_optimization
-    partly = [block for block in (zero.offload_param, zero.offload_optimizer) if block and block.ratio != 1.0]
+    own = config.infinity
     unsupported = {
         'infinity.device: "cuda"': own.device == "cuda",
         f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
         "fp16.auto_cast": config.fp16.auto_cast,
-        "an offload ratio below 1": bool(partly),
     }
     problems = [
         f"{what} is not available in this version; leave it out" for what, asked in unsupported.items() if asked
@@ -353,7 +351,8 @@ def _update_waits(parts: Parts) -> bool:
     the process the workers of both sleep between parallel regions instead of spinning, which costs more than it saves.
     """
     placement = parts.plan.placement
-    return not parts.device.is_host or any(placement[kind] is Tier.NVME for kind in STREAMED_KINDS)
+    on_nvme = any(placement.total(kind, parts.partition, Tier.NVME) for kind in STREAMED_KINDS)
+    return not parts.device.is_host or on_nvme
 
 
 def _wire(parts: Parts, injected: Injected) -> None:
@@ -363,13 +362,15 @@ def _wire(parts: Parts, injected: Injected) -> None:
     update = Lane("update", injected.delay) if _update_waits(parts) else CallersLane(injected.delay)
     parts.lanes = [update, fetch]
     pools = _pools(parts, Tier.DEVICE, plan.param_slabs, "parameter slabs", injected)
-    sizes = _slab_bytes(units, [unit.layout.nbytes() for unit in units]) if pools else {}
+    fetched = plan.placement.fetched(parts.partition)
+    sizes = _slab_bytes(fetched, [unit.layout.nbytes() for unit in fetched])
     prefetch = parts.config.infinity.prefetch_units
     look_ahead = None if prefetch == "auto" else prefetch
     arguments = (units, homes.stores[StateKind.PARAM], pools, sizes, fetch, parts.ledger, look_ahead)
     parts.params = GatheredParams(group, *arguments) if plan.placement.gathers else ParamStream(*arguments)
     pools = _pools(parts, Tier.HOST, plan.grad_slabs, "gradient slabs", injected)
-    sizes = _slab_bytes(trained, [unit.layout.shard_nbytes(torch.float32) for unit in trained]) if pools else {}
+    passing = plan.placement.summed_in_slabs(parts.partition)
+    sizes = _slab_bytes(passing, [unit.layout.shard_nbytes(torch.float32) for unit in passing])
     stream = ConsumedGradStream if plan.placement.in_backward else GradStream
     grads = homes.slice_stores[StateKind.GRAD]
     parts.grads = stream(homes.slices, grads, pools, sizes, parts.kernels, parts.ledger)

@@ -113,7 +113,8 @@ def _attach(model: nn.Module, parts: Parts, groups: Groups | None) -> Engine:
         place: number for number, group in enumerate(groups or []) for p in group["params"] for place in places[id(p)]
     }
     runtime = Runtime(bound, parts.params, parts.grads, parts.device, parts.ledger)
-    runtime.param_tier = parts.plan.placement[StateKind.PARAM].value
+    placement = parts.plan.placement
+    runtime.param_tiers = [placement.tier(StateKind.PARAM, unit).value for unit in parts.partition.units]
     saving = Saving(parts)
     parts.updater.held = saving.held
     runtime.settle_parts = saving.settle

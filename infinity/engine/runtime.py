@@ -157,7 +157,7 @@ class Runtime:
         """Losses that one step's gradient is the mean of: micro-batches of an accumulation, on all ranks."""
         self.micro_steps = MicroSteps(self.say_once)
         self.loss_is_scaled = False
-        self.param_tier = "host"
+        self.param_tiers: list[str] = []
         self.settle_parts: Callable[[], None]
         self.homes: Homes
         self.tiled = TiledParameters()
@@ -352,7 +352,7 @@ class Runtime:
             return self.units[index].gathered[slot]
         if not self.frames or self.closed:
             self.check()  # where there is an end of the engine to tell of, that is what the caller must know
-            raise OffloadedError(away(placeholder, self.param_tier, function))
+            raise OffloadedError(away(placeholder, self.param_tiers[index], function))
         needs_grad = torch.is_grad_enabled() and placeholder.requires_grad
         able = [frame for frame in reversed(self.frames) if frame.differentiable or not needs_grad] or [self.frames[-1]]
         frame = next((frame for frame in able if index in frame.leaves), able[0])

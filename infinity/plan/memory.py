@@ -15,7 +15,7 @@ from infinity.errors import CapacityError
 from infinity.plan.auto import filled
 from infinity.plan.bill import Plan, PlanLine, waiting_lines
 from infinity.plan.buffers import buffered_ring, within_buffer
-from infinity.plan.placement import OPTIMIZER_KINDS, STREAMED_KINDS, Placement, candidates
+from infinity.plan.placement import OPTIMIZER_KINDS, STREAMED_KINDS, Placement, candidates, with_ratio
 from infinity.plan.ram import available_host_memory, installed_host_memory
 from infinity.plan.slabs import grad_slabs, slab_classes, with_param_slabs
 from infinity.plan.waiting import Waiting, Waits
@@ -53,17 +53,23 @@ def plan_memory(
     Raises ``CapacityError`` naming the tier, the unit that decides, the smallest budget that works.
     """
     budgets = {tier: _budget(tier, config, device_is_host, local_ranks) for tier in Tier}
+    available = available_host_memory() // local_ranks if device_is_host else sys.maxsize
     refusals = []
     ranks = partition.units[0].layout.world_size if partition.units else 1
     for placement in candidates(config, device_is_host=device_is_host, moments=moments, ranks=ranks):
         try:
+            placement = with_ratio(placement, partition, config)
             base = _Base(partition, config, budgets, read_ahead, local_ranks)
             if waits is not None:
                 base = replace(base, waiting=waits.within(*_room(base.plan(placement, spare=False))))
             plan = base.checked(placement)
-            available = available_host_memory() // local_ranks if device_is_host else sys.maxsize
-            split = filled(plan, partition, config, available)
-            return base.checked(split) if split.near else plan
+            split = filled(placement, partition, config, base.left(placement, available))
+            if split == placement:
+                return plan
+            try:
+                return base.checked(split)
+            except CapacityError:  # fewer units in slabs may be units of more sizes
+                return plan
         except CapacityError as error:
             refusals.append(error)
     raise min(refusals, key=lambda refusal: refusal.missing)
@@ -88,18 +94,29 @@ class _Base:
             _check_ram(plan, self.local_ranks)
         return plan
 
+    def left(self, placement: Placement, available: int) -> dict[Tier, int]:
+        """Bytes that budgets and RAM (``available``) leave for states that would be on a slower tier.
+
+        None of the device where it has no budget of its own: on a CPU host memory is as near. None of the host as long
+        as it is not known how much of it unit inputs take.
+        """
+        plan = self.plan(placement, spare=False)
+        device, host = _room(plan)
+        ram = max(0, available - plan.total(Tier.DEVICE) - plan.total(Tier.HOST))
+        near = 0 if device is None else min(device, ram)
+        unknown = self.waiting is None and self.config.tier_of(StateKind.ACTIVATION) is not Tier.DEVICE
+        return {Tier.DEVICE: near, Tier.HOST: 0 if unknown else min(host, ram - near)}
+
     def plan(self, placement: Placement, *, spare: bool) -> Plan:
         """The plan for ``placement``, whatever the budgets; without ``spare`` with few slabs only."""
         partition = self.partition
         trained = [unit for unit in partition.units if unit.trainable]
         lines = _state_lines(placement, partition)
-        slabs: dict[int, int] = {}
-        if placement.in_backward or placement[StateKind.GRAD] is Tier.NVME:
-            sizes = [unit.layout.shard_nbytes(torch.float32) for unit in trained]
-            slabs = {
-                nbytes: grad_slabs(placement, units, partition)
-                for nbytes, units in slab_classes(trained, sizes).items()
-            }
+        passing = placement.summed_in_slabs(partition)
+        sizes = [unit.layout.shard_nbytes(torch.float32) for unit in passing]
+        slabs = {
+            nbytes: grad_slabs(placement, units, partition) for nbytes, units in slab_classes(passing, sizes).items()
+        }
         lines += [PlanLine(Tier.HOST, "gradient slabs", count, nbytes) for nbytes, count in slabs.items()]
         collection_slabs: dict[int, int] = {}
         received = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -31,15 +32,15 @@ class Placement:
     in_backward: bool = False
     whole: frozenset[StateKind] = frozenset()
     ranks: int = 1
-    near: frozenset[tuple[StateKind, int]] = frozenset()
-    """Kinds of single units, by index, that are in host memory although their kind is on NVMe: it has two tiers."""
+    apart: Mapping[tuple[StateKind, int], Tier] = field(default_factory=dict)
+    """Where kinds of single units, by index, are that are on a faster tier than their kind, which has two or three."""
 
     def __getitem__(self, kind: StateKind) -> Tier:
         return self.tiers[kind]
 
     def tier(self, kind: StateKind, unit: Unit) -> Tier:
         """Where ``unit`` keeps state of ``kind``."""
-        return Tier.HOST if (kind, unit.index) in self.near else self.tiers[kind]
+        return self.apart.get((kind, unit.index), self.tiers[kind])
 
     def has(self, kind: StateKind, unit: Unit) -> bool:
         """Whether ``unit`` keeps state of ``kind``."""
@@ -77,37 +78,69 @@ class Placement:
         """Bytes of ``kind`` over all units, or those on ``tier``."""
         return sum(self.nbytes(kind, unit) for unit in partition.units if tier in (None, self.tier(kind, unit)))
 
-    @property
-    def lends_in_place(self) -> bool:
-        """Whether parameters are used where they are kept, so that nothing is fetched."""
-        tier = self.tiers[StateKind.PARAM]
+    def lends_in_place(self, unit: Unit) -> bool:
+        """Whether the unit's parameters are used where they are kept, so that nothing is fetched."""
+        tier = self.tier(StateKind.PARAM, unit)
         return not self.gathers and (tier is Tier.DEVICE or (tier is Tier.HOST and self.device_is_host))
+
+    def fetched(self, partition: Partition) -> list[Unit]:
+        """The units whose parameters pass through slabs."""
+        return [unit for unit in partition.units if not self.lends_in_place(unit)]
+
+    def summed_in_slabs(self, partition: Partition) -> list[Unit]:
+        """The units whose gradients are summed in slabs, not where they are kept."""
+        trained = [unit for unit in partition.units if unit.trainable]
+        return [
+            unit for unit in trained if self.in_backward or self.tier(StateKind.GRAD, unit) is Tier.NVME
+        ]  # fmt: skip
 
 
 SHARDED_FROM = {StateKind.PARAM: 3, StateKind.GRAD: 2, **dict.fromkeys(OPTIMIZER_KINDS, 1)}
 """The stage of ``zero_optimization`` from which on a rank keeps only its slice of a kind."""
 
 
-def candidates(config: Config, *, device_is_host: bool, moments: bool = True, ranks: int = 1) -> list[Placement]:
-    """The placements the config allows, most preferred first; more than one where it leaves a kind to the plan."""
-    fastest_first = [Tier.DEVICE, Tier.HOST, Tier.NVME]
-    choices: dict[StateKind, list[Tier]] = {}
+def choices(config: Config) -> dict[StateKind, list[Tier]]:
+    """The tiers that the config leaves to each kind, fastest first."""
+    found: dict[StateKind, list[Tier]] = {}
     for kind in STREAMED_KINDS:
         tier = config.tier_of(kind)
-        usable = [other for other in fastest_first if other is not Tier.NVME or config.swap_directories(kind)]
-        choices[kind] = usable if tier is None else [tier]
+        usable = [other for other in Tier if other is not Tier.NVME or config.swap_directories(kind)]
+        found[kind] = usable if tier is None else [tier]
     explicit = config.infinity.placement
     if explicit == "auto" or StateKind.GRAD not in explicit:
         # Gradients follow the optimizer; behind an optimizer on NVMe they stay in host memory while they fit.
-        follow = choices[StateKind.EXP_AVG]
-        choices[StateKind.GRAD] = [Tier.HOST, Tier.NVME] if follow == [Tier.NVME] else follow
+        follow = found[StateKind.EXP_AVG]
+        found[StateKind.GRAD] = [Tier.HOST, Tier.NVME] if follow == [Tier.NVME] else follow
+    return found
+
+
+def candidates(config: Config, *, device_is_host: bool, moments: bool = True, ranks: int = 1) -> list[Placement]:
+    """The placements the config allows, most preferred first; more than one where it leaves a kind to the plan.
+
+    Moments leave the faster tiers first, parameters last: they are used twice in a step.
+    """
+    allowed = choices(config)
     stage = config.zero_optimization.stage
     whole = frozenset(kind for kind, least in SHARDED_FROM.items() if ranks > 1 and stage < least)
-    found: list[Placement] = []
-    for optimizer_tiers in product(*(choices[kind] for kind in OPTIMIZER_KINDS)):
-        for param, grad in product(choices[StateKind.PARAM], choices[StateKind.GRAD]):
-            tiers = dict(zip(OPTIMIZER_KINDS, optimizer_tiers, strict=True))
-            tiers |= {StateKind.PARAM: param, StateKind.GRAD: grad}
-            in_backward = config.infinity.update_in_backward
-            found.append(Placement(dict(tiers), device_is_host, moments, in_backward, whole, ranks))
-    return found
+    in_backward = config.infinity.update_in_backward
+    return [
+        Placement(dict(zip(STREAMED_KINDS, tiers, strict=True)), device_is_host, moments, in_backward, whole, ranks)
+        for tiers in product(*(allowed[kind] for kind in STREAMED_KINDS))
+    ]
+
+
+def with_ratio(placement: Placement, partition: Partition, config: Config) -> Placement:
+    """As much of what an offload block offloads as its ``ratio`` says: the first units stay on the device."""
+    zero, apart = config.zero_optimization, dict(placement.apart)
+    for block, kinds in ((zero.offload_param, [StateKind.PARAM]), (zero.offload_optimizer, STREAMED_KINDS[1:])):
+        if block is None or block.ratio == 1.0 or block.tier in (None, Tier.DEVICE):
+            continue
+        for kind in kinds:
+            if kind in placement.whole or placement[kind] is Tier.DEVICE:
+                continue
+            left = int((1 - block.ratio) * placement.total(kind, partition))
+            for unit in partition.units:
+                left -= placement.nbytes(kind, unit)
+                if left >= 0 and placement.has(kind, unit):
+                    apart[kind, unit.index] = Tier.DEVICE
+    return replace(placement, apart=apart)

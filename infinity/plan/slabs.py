@@ -85,9 +85,10 @@ def with_param_slabs(plan: Plan, partition: Partition, config: Config, *, spare:
 
     Without ``spare`` no more than ``AUTO_SLABS`` even if the budget gives more, which is left to what else may use it.
     """
-    if plan.placement.lends_in_place:
+    fetched = plan.placement.fetched(partition)
+    if not fetched:
         return plan
-    classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
+    classes = slab_classes(fetched, [unit.layout.nbytes() for unit in fetched])
     counts = _lent_at_once(partition, classes)
     budget, wanted = plan.budgets[Tier.DEVICE], wanted_slabs(config, partition, max(counts.values(), default=1))
     used = plan.total(Tier.DEVICE) + sum(count * round_up(nbytes, PAGE_BYTES) for nbytes, count in counts.items())
@@ -113,11 +114,12 @@ def _lent_at_once(partition: Partition, classes: dict[int, list[Unit]]) -> dict[
     counts = dict.fromkeys(classes, 1)
     uses = {(entry.path, entry.units) for entry in partition.entries}
     for matrix in partition.tiled:
-        largest = {size_of[piece.unit]: piece.unit for piece in matrix.pieces}
+        largest = {size_of[piece.unit]: piece.unit for piece in matrix.pieces if piece.unit in size_of}
         uses |= {(path, (unit,)) for path, _ in matrix.homes for unit in largest.values()}
     for path, units in uses:
         around = [other.units for other in partition.entries if _encloses(other.path, path)]
-        lent = Counter(size_of[index] for index in {index for members in [*around, units] for index in members})
+        members = {index for members in [*around, units] for index in members}
+        lent = Counter(size_of[index] for index in members if index in size_of)
         for nbytes, count in lent.items():
             counts[nbytes] = max(counts[nbytes], count)
     return counts

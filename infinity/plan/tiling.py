@@ -73,5 +73,6 @@ def plan_units(
 
 def _two_of_each(found: Partition, plan: Plan) -> bool:
     """Whether a tile can be read while another one is computed with."""
-    tiles = {found.units[piece.unit].layout.nbytes() for matrix in found.tiled for piece in matrix.pieces}
+    cut = {piece.unit for matrix in found.tiled for piece in matrix.pieces}
+    tiles = {unit.layout.nbytes() for unit in plan.placement.fetched(found) if unit.index in cut}
     return all(plan.param_slabs.get(min(size for size in plan.param_slabs if size >= tile), 2) > 1 for tile in tiles)

@@ -39,19 +39,22 @@ def step_traffic(
     """
     passes = 2 if layer_major else 2 * accumulation
     read = written = 0
-    if plan.placement[StateKind.PARAM] is Tier.NVME:
-        classes = slab_classes(partition.units, [unit.layout.nbytes() for unit in partition.units])
-        for nbytes, units in classes.items():
-            sizes = [unit.layout.shard_nbytes() for unit in units]
-            staying = plan.param_slabs.get(nbytes, 0) * max(sizes)
-            read += sum(sizes) + (passes - 1) * max(0, sum(sizes) - staying)
-    if plan.placement[StateKind.GRAD] is Tier.NVME:
-        gradients = sum(
-            round_up(plan.placement.nbytes(StateKind.GRAD, unit), PAGE_BYTES)
-            for unit in partition.units
-            if unit.trainable
+    fetched = plan.placement.fetched(partition)
+    for nbytes, units in slab_classes(fetched, [unit.layout.nbytes() for unit in fetched]).items():
+        sizes = [unit.layout.shard_nbytes() for unit in units]
+        swapped = sum(
+            size
+            for unit, size in zip(units, sizes, strict=True)
+            if plan.placement.tier(StateKind.PARAM, unit) is Tier.NVME
         )
-        rounds = 1 if layer_major else accumulation
-        written += rounds * gradients
-        read += (rounds - 1) * gradients
+        staying = min(1.0, plan.param_slabs.get(nbytes, 0) * max(sizes) / sum(sizes))
+        read += swapped + (passes - 1) * round(swapped * (1 - staying))
+    gradients = sum(
+        round_up(plan.placement.nbytes(StateKind.GRAD, unit), PAGE_BYTES)
+        for unit in partition.units
+        if plan.placement.tier(StateKind.GRAD, unit) is Tier.NVME
+    )
+    rounds = 1 if layer_major else accumulation
+    written += rounds * gradients
+    read += (rounds - 1) * gradients
     return StepTraffic(read + inputs_swapped, written + inputs_swapped, plan.update_read, plan.update_written)

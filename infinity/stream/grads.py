@@ -70,7 +70,7 @@ class GradStream:
 
     def expect(self, index: int) -> None:
         """Starts bringing back an accumulator that is about to be added to, if a slab is free."""
-        if self._pools and index not in self._held and any(self._has.get(index, b"")):
+        if index in self._slab_bytes and index not in self._held and any(self._has.get(index, b"")):
             slab = self._pools[self._slab_bytes[index]].try_take()
             if slab is not None:
                 self._hold(index, slab)
@@ -138,7 +138,7 @@ class GradStream:
         for index, has in self._has.items():
             if not any(has):
                 continue
-            if self._pools:
+            if index in self._slab_bytes:
                 if index not in self._sums:
                     self._accumulator(index)
                     self._flush(index)
@@ -196,7 +196,7 @@ class GradStream:
         return part
 
     def _accumulator(self, index: int) -> torch.Tensor:
-        if not self._pools:
+        if index not in self._slab_bytes:
             home = self._store.resident(index)
             assert home is not None
             return home.view(torch.float32)

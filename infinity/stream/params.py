@@ -41,8 +41,7 @@ class ParamStream:
 
     ``lend`` makes units usable, ``release`` ends the use. Between the two their slab cannot move. Parameters are clean
     during forward and backward, so giving a slab to another unit writes nothing; the unit whose next use is furthest
-    away loses its slab first. Where the parameters' home is addressable by the device they are used in place and no
-    slab exists at all.
+    away loses its slab first. Units in no ``slab_bytes`` have a home that the device can address: they are used there.
 
     After ``invalidate`` a unit is usable again only when the updater's ticket for it is done, however long that takes.
     """
@@ -63,7 +62,6 @@ class ParamStream:
         self._slab_bytes = slab_bytes
         self._lane = lane
         self._ledger = ledger
-        self._in_place = not pools
         self._residents: dict[int, Resident] = {}
         self._updates: dict[int, Ticket] = {}
         order = [unit.index for unit in units]
@@ -76,7 +74,7 @@ class ParamStream:
         """Makes units usable; blocks until their bytes are there."""
         indices = tuple(indices)
         schedule = self._inference if phase is Phase.INFERENCE else self._training
-        if self._in_place:
+        if not self._pools:
             for index in indices:
                 self._await_update(index)
             return
@@ -84,6 +82,8 @@ class ParamStream:
         try:
             for index in indices:
                 schedule.use(index, backward=phase is Phase.BACKWARD)
+                if index not in self._slab_bytes:
+                    continue
                 resident = self._residents.get(index)
                 if resident is None:
                     start = time.perf_counter()
@@ -94,21 +94,21 @@ class ParamStream:
                 taken.append(index)
             self._prefetch(schedule)
             for index in indices:
-                self._arrive(index)
+                (self._arrive if index in self._slab_bytes else self._await_update)(index)
         except BaseException:
             self.release(taken)
             raise
 
     def release(self, indices: Iterable[int]) -> None:
         """Ends one use of each unit."""
-        if not self._in_place:
-            for index in indices:
+        for index in indices:
+            if index in self._slab_bytes:
                 self._residents[index].lent -= 1
 
     def flat(self, index: int) -> torch.Tensor:
         """The lent unit's flat buffer, 1-D in the compute dtype."""
         layout = self._units[index].layout
-        if self._in_place:
+        if index not in self._slab_bytes:
             home = self._store.resident(index)
             assert home is not None
             return home.view(layout.dtype)
@@ -171,7 +171,8 @@ class ParamStream:
     def _prefetch(self, schedule: Schedule) -> None:
         seen: set[int] = set()
         full: set[int] = set()  # slab sizes of which every slab holds a unit that is needed sooner
-        for index in islice(schedule.upcoming(), 2 * self._look_ahead):
+        upcoming = (index for index in schedule.upcoming() if index in self._slab_bytes)
+        for index in islice(upcoming, 2 * self._look_ahead):
             if index in seen:
                 continue
             seen.add(index)
