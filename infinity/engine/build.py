@@ -95,7 +95,7 @@ class Parts:
         """Whether parameters never move, no update is ever behind, gradients are complete only with the backward."""
         placement = self.plan.placement
         whole = self.group.world_size == 1 and not self.partition.tiled and not placement.in_backward
-        return whole and placement.lends_in_place and not _update_waits(self)
+        return whole and not placement.fetched(self.partition) and not _update_waits(self)
 
     def settle(self) -> None:
         """Waits until every update has been made and every write has reached its tier."""
