@@ -133,16 +133,16 @@ def probe(backend: str) -> str | None:
 def _try(engine: IoEngine) -> str | None:
     with tempfile.TemporaryDirectory(prefix="infinity-probe-") as directory:
         file = open_file(os.path.join(directory, "probe"), create=True)
-        try:
-            memory = torch.zeros(5 * PAGE_BYTES, dtype=torch.uint8)
-            start = -memory.data_ptr() % PAGE_BYTES
-            source, into = memory[start:][: 2 * PAGE_BYTES], memory[start:][2 * PAGE_BYTES : 4 * PAGE_BYTES]
-            source.copy_(torch.arange(source.numel()) % 251)
-            engine.write(file, 0, source).wait()
-            engine.read(file, 0, into).wait()
-            return None if torch.equal(source, into) else "it read back other bytes than it had written"
-        finally:
-            file.close()
+    try:  # the file has no name any more, so that one who is killed here leaves none
+        memory = torch.zeros(5 * PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE_BYTES
+        source, into = memory[start:][: 2 * PAGE_BYTES], memory[start:][2 * PAGE_BYTES : 4 * PAGE_BYTES]
+        source.copy_(torch.arange(source.numel()) % 251)
+        engine.write(file, 0, source).wait()
+        engine.read(file, 0, into).wait()
+        return None if torch.equal(source, into) else "it read back other bytes than it had written"
+    finally:
+        file.close()
 
 
 def _known(backend: str, by: str) -> str:
