@@ -4,7 +4,7 @@
 
 Eleven configurations (states in device memory, on the host, on NVMe; units recomputed or kept, whole or tiled; unit
 inputs on the host or on NVMe; what waits for backward chosen from the budgets), each trained in a process of its own.
-An arena's peak must be the plan to the byte. The process is predicted as what it took before the model was made, plus
+An arena's peak must be the plan to the byte. The process is predicted as what it took after one layer was trained, plus
 the arenas, plus what the plan says that torch takes beside them. Then budgets that are too small are refused; the
 number that each refusal names is applied and must train. The last line of ``--json`` holds the worst of both, with
 every row.
@@ -103,12 +103,13 @@ def child(order: dict[str, Any]) -> dict[str, Any]:
     from infinity.nn.decoder import Decoder, DecoderConfig
     from infinity.obs.process_memory import AnonymousPeak, status_bytes
 
-    # Everything that the first step of any model leaves behind: threads, kernels, lazily imported modules.
+    # Everything that the first step leaves behind whatever the depth: threads, lazily imported modules, the kernels
+    # that oneDNN compiles for each shape of matrix, at a quarter of a MiB each.
     unlimited = {key: value for key, value in order["config"]["infinity"].items() if key not in TIER_OF}
-    tokens = torch.zeros(1, 64, dtype=torch.long)
+    tokens = torch.zeros(MICRO_BATCH, dtype=torch.long)
     engine, *_ = infinity.initialize(
-        Decoder(DecoderConfig(128, 2, 2, 256)),
-        {**order["config"], "infinity": {**unlimited, "host_memory": "256MiB"}},
+        Decoder(DecoderConfig(**{**SHAPE, "n_layers": 1})),
+        {**order["config"], "infinity": {**unlimited, "host_memory": "1GiB"}},
         micro_batch=(tokens, tokens),
     )
     with engine:
