@@ -66,6 +66,11 @@ def cells(*, quick: bool) -> list[Cell]:
         Cell("stage 3, all on nvme, delays", {**on_nvme, "slabs": 2}, BARE, delay_seed=1),
         Cell("stage 1, delays", rest=stage(1, "none", "nvme"), delay_seed=2),
     ]
+    half = {"device": "nvme", "ratio": 0.5}
+    found += [
+        Cell("stage 3, half on nvme", rest=_with(stage(3), offload_param=half, offload_optimizer=half)),
+        Cell("stage 2, half of the optimizer on nvme", rest=_with(stage(2), offload_optimizer=half)),
+    ]
     if not quick:
         found += [
             Cell("stage 0, delays", rest=stage(0), delay_seed=3),
@@ -74,8 +79,8 @@ def cells(*, quick: bool) -> list[Cell]:
             Cell("stage 3, no prefetch", {"prefetch_units": 0}, stage(3)),
             Cell("stage 3, no recompute", {"recompute": False}, stage(3, "cpu", "cpu")),
             Cell("stage 3, moments apart", placed("host", "host", "nvme", "host", "nvme"), BARE),
-            Cell("stage 2, small sub-groups", rest=_small_subgroups(stage(2, "none", "nvme"))),
-            Cell("stage 3, small sub-groups", on_nvme, _small_subgroups(BARE)),
+            Cell("stage 2, small sub-groups", rest=_with(stage(2, "none", "nvme"), sub_group_size=2048)),
+            Cell("stage 3, small sub-groups", on_nvme, _with(BARE, sub_group_size=2048)),
         ]
     return found
 
@@ -89,8 +94,8 @@ def recipes(ranks: int) -> list[Recipe]:
 OFFLOADS = ("none", "cpu", "nvme")
 
 
-def _small_subgroups(rest: dict[str, Any]) -> dict[str, Any]:
-    return {"zero_optimization": {**rest["zero_optimization"], "sub_group_size": 2048}}
+def _with(rest: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {**rest["zero_optimization"], **keys}}
 
 
 def chosen(ranks: int, *, quick: bool) -> Iterator[tuple[Recipe, Cell]]:

@@ -12,12 +12,16 @@ from infinity.shard.tiles import Piece
 Sources = Sequence[tuple[Piece, Reader]]
 """All the pieces of a parameter, each with what reads the slot that holds it."""
 
+WITH_GAPS = 4
+"""A read that begins costs as much as some KiB more of one that goes on, so what is between columns is read along."""
+
 
 def piece_reader(wanted: Piece, sources: Sources) -> Reader:
     """Reads the slot that ``wanted`` is in, however the same parameter is cut in ``sources``.
 
     One source is read after the other, so that each is read in order. Rows that follow each other in a source come in
-    one read, for which there is memory of at most the size that is asked for.
+    one read, with what is between them where that is little: it takes memory of up to ``WITH_GAPS`` times what is asked
+    for.
     """
     for source, reader in sources:
         if (source.start, source.stop) == (wanted.start, wanted.stop):
@@ -28,16 +32,16 @@ def piece_reader(wanted: Piece, sources: Sources) -> Reader:
             return
         for source, reader in sources:
             for at, stretch in _stretches(_common(wanted, source, start, start + into.numel())):
-                target = into[stretch[0][0] - start : stretch[0][0] - start + stretch[0][1]]
+                position, _, count = stretch[0]
+                target = into[position - start : position - start + count]
                 if len(stretch) == 1:
                     reader(at, target)
                     continue
-                found = torch.empty(sum(count for _, count in stretch), dtype=into.dtype)
+                last = stretch[-1]
+                found = torch.empty(last[1] + last[2] - at, dtype=into.dtype)
                 reader(at, found)
-                done = 0
-                for position, count in stretch:
-                    into[position - start : position - start + count] = found[done : done + count]
-                    done += count
+                for position, where, count in stretch:
+                    into[position - start : position - start + count] = found[where - at : where - at + count]
 
     return read
 
@@ -51,17 +55,15 @@ def _common(wanted: Piece, source: Piece, start: int, stop: int) -> Iterator[tup
             yield at + position - flat, found, both
 
 
-def _stretches(runs: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Runs that follow each other in the source: where they begin there, ``(position in wanted, elements)`` of each."""
-    first = end = 0
-    members: list[tuple[int, int]] = []
+def _stretches(runs: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """Runs that follow each other in the source with little between: where they begin there, each of them."""
+    members: list[tuple[int, int, int]] = []
     for position, at, count in runs:
-        if members and at != end:
-            yield first, members
-            members = []
-        if not members:
-            first = at
-        members.append((position, count))
-        end = at + count
+        if members:
+            gap = at - members[-1][1] - members[-1][2]
+            if not 0 <= gap < WITH_GAPS * count:
+                yield members[0][1], members
+                members = []
+        members.append((position, at, count))
     if members:
-        yield first, members
+        yield members[0][1], members
