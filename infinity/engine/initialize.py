@@ -150,14 +150,14 @@ def _called_entries(parts: Parts, runtime: Runtime, modules: Mapping[str, nn.Mod
     """The entries of the partition; where nothing ever moves, those that keep activations join one around them."""
     waiting = parts.plan.waiting
     kept, staying = (waiting.kept, waiting.staying) if waiting is not None else (frozenset(), frozenset())
-    entries = []
+    entries, resident = [], parts.is_resident
     for entry in parts.partition.entries:
         path, module = entry.path, modules[entry.path]
         again = recomputes(parts.config, path, module, is_block=entry.is_block) and path not in kept
         moves = None if path in staying else parts.activations
-        joins = parts.is_resident and not again
+        joins = resident and not again
         entries.append(EntryModule(runtime, path, module, entry.units, recompute=again, activations=moves, joins=joins))
-    if parts.is_resident:
+    if resident:
         for bound in runtime.units:
             bound.home = parts.params.flat(bound.unit.index)
     return entries
