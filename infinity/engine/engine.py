@@ -23,13 +23,13 @@ from infinity.config.size import format_bytes
 from infinity.engine import layer_major
 from infinity.engine.attach import restore_values
 from infinity.engine.build import Parts
+from infinity.engine.entry import EntryModule
 from infinity.engine.keeping import Keeping
 from infinity.engine.loader import TrainingLoader
 from infinity.engine.ranks import numbers_of_step
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import Saving
 from infinity.engine.sharing import padded
-from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import Updates
 from infinity.engine.wear import WearGuard
 from infinity.engine.zero_grad import ZeroGrad

@@ -17,13 +17,13 @@ from infinity.config import Config
 from infinity.engine.attach import bind_units, check_parameters, store_values, tiled_parameters
 from infinity.engine.build import Injected, Parts, build_parts
 from infinity.engine.engine import Engine
+from infinity.engine.entry import EntryModule
 from infinity.engine.loader import TrainingLoader
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.planning import COMPUTE_DTYPES
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import Saving
 from infinity.engine.tiled_parameter import TiledParameter
-from infinity.engine.unit_function import EntryModule
 from infinity.engine.updates import updates_of
 from infinity.errors import ConfigError
 from infinity.optim.facade import DEFAULTS, StreamedAdam, StreamedOptimizer, group_problems
