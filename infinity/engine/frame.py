@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from infinity.engine.bound_unit import BoundUnit
 from infinity.errors import ScheduleError
-from infinity.stream.params import Phase
+from infinity.stream.exchange import GradExchange
+from infinity.stream.grads import GradStream
+from infinity.stream.params import ParamStream, Phase
 
-if TYPE_CHECKING:
-    from infinity.engine.runtime import Runtime
+
+class Lender(Protocol):
+    """Whoever has the units."""
+
+    @property
+    def units(self) -> Sequence[BoundUnit]: ...
+    @property
+    def params(self) -> ParamStream: ...
+    @property
+    def grads(self) -> GradStream | GradExchange: ...
+
+    def leaves(
+        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, joined: str = ""
+    ) -> list[nn.Parameter]:
+        """Parameters over a lent unit's memory, whose gradients are deposited."""
+        ...
 
 
 class Frame:
@@ -23,8 +40,8 @@ class Frame:
     or to an operation in it, ``used`` those and the ones of calls in it.
     """
 
-    def __init__(self, runtime: Runtime, name: str, phase: Phase, *, differentiable: bool, packs: bool) -> None:
-        self.runtime = runtime
+    def __init__(self, lender: Lender, name: str, phase: Phase, *, differentiable: bool, packs: bool) -> None:
+        self.lender = lender
         self.name = name
         self.phase = phase
         self.differentiable = differentiable
@@ -50,33 +67,33 @@ class Frame:
             yield
         finally:
             for index in indices:
-                self.runtime.units[index].unbind(self.leaves.pop(index))
-            self.runtime.params.release(indices)
+                self.lender.units[index].unbind(self.leaves.pop(index))
+            self.lender.params.release(indices)
             self.leaves |= outer
 
     def _lend(self, indices: Sequence[int], joined: str = "") -> None:
         for index in indices:
-            self.runtime.units[index].check_homes()
-        self.runtime.params.lend(indices, self.phase)
+            self.lender.units[index].check_homes()
+        self.lender.params.lend(indices, self.phase)
         self.own.update(indices)
         self.used.update(indices)
         for index in indices:
-            bound = self.runtime.units[index]
+            bound = self.lender.units[index]
             with torch.inference_mode(False):
-                flat = self.runtime.params.flat(index)
-                leaves = self.runtime.leaves(bound, flat, differentiable=self.differentiable, joined=joined)
+                flat = self.lender.params.flat(index)
+                leaves = self.lender.leaves(bound, flat, differentiable=self.differentiable, joined=joined)
             self.leaves[index] = leaves
             if index not in self._lent:
                 self._lent[index] = flat, flat._version
                 self.ranges[index] = flat.data_ptr(), flat.data_ptr() + flat.nbytes
             bound.bind(leaves)
             if self.phase is Phase.BACKWARD:
-                self.runtime.grads.expect(index)
+                self.lender.grads.expect(index)
 
     def show(self) -> None:
         """Puts this frame's own leaves into the module tree again, after another frame's were shown."""
         for index, leaves in self.leaves.items():
-            self.runtime.units[index].show(leaves)
+            self.lender.units[index].show(leaves)
 
     def adopt(self, inner: Frame) -> None:
         """Takes over what was lent to a frame within this one."""
@@ -89,7 +106,7 @@ class Frame:
         """Raises if something wrote to lent memory, which would be lost with the loan on some tiers, kept on others."""
         for index, (flat, version) in self._lent.items():
             if flat._version != version:
-                unit = self.runtime.units[index].unit
+                unit = self.lender.units[index].unit
                 raise ScheduleError(
                     f'a weight of unit "{unit.name}" was written to while "{self.name}" ran. Weights change in '
                     "engine.step(), by infinity.set_full_param(p, value) or inside infinity.gathered(p)"
@@ -98,5 +115,5 @@ class Frame:
     def close(self) -> None:
         """Takes the units back out of the module tree."""
         for index, leaves in self.leaves.items():
-            self.runtime.units[index].unbind(leaves)
-        self.runtime.params.release(self.leaves)
+            self.lender.units[index].unbind(leaves)
+        self.lender.params.release(self.leaves)

@@ -16,28 +16,43 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from infinity.engine.changes import draws_elsewhere, version
+from infinity.engine.changes import ModuleState, draws_elsewhere, version
 from infinity.engine.frame import Frame
 from infinity.engine.inputs import aliases, leaves_like, taken
+from infinity.engine.runtime import Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
 from infinity.errors import ScheduleError
-from infinity.stream.activations import ON_DEVICE, Inputs
+from infinity.stream.activations import ON_DEVICE, Activations, Inputs
 from infinity.stream.params import Phase
 
-if TYPE_CHECKING:
-    from infinity.engine.entry import EntryModule
+
+class Entry(Protocol):
+    """The module that is called."""
+
+    runtime: Runtime
+    name: str
+    units: tuple[int, ...]
+    state: ModuleState
+    activations: Activations
+    compute: Callable[..., Any]
+    joins: bool
+
+    def may_recompute(self, leaves: Sequence[Any]) -> bool: ...
+    def is_steady(self) -> bool: ...
+    def learn(self, changes: Sequence[tuple[nn.Module, str]], *, looked_back: bool, drew: bool) -> bool: ...
+    def refuse(self, what: str) -> ScheduleError: ...
 
 
 class Call:
     """One differentiable call of an entry, from its forward to the end of its backward."""
 
-    def __init__(self, entry: EntryModule, given: Tree, leaves: list[Any]) -> None:
+    def __init__(self, entry: Entry, given: Tree, leaves: list[Any]) -> None:
         self.entry = entry
         self.recompute = entry.may_recompute(leaves)
         self.outermost = not entry.runtime.frames
