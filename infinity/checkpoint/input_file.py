@@ -23,6 +23,8 @@ from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
 
 CACHED_CHUNKS = 4
+READ_AHEAD = 2
+"""Chunks that are read, then checked, each by a thread of its own, while the one before them is used."""
 
 
 @dataclass
@@ -34,27 +36,28 @@ class Chunk:
 
 
 class ChunkCache:
-    """The chunks read last with the one that comes next, in memory that is used again and again."""
+    """The chunks read last with those that come next, in memory that is used again and again."""
 
     def __init__(self, count: int = CACHED_CHUNKS) -> None:
         self._free = [Chunk(HostMemory(CHUNK_BYTES)) for _ in range(count)]
         self._used: OrderedDict[tuple[str, int], Chunk] = OrderedDict()
-        self._lane = Lane("checkpoint-read") if count > 1 else CallersLane()
-        self._ahead = count > 1
+        self._ahead = min(READ_AHEAD, count - 1)
+        self._lanes: list[Lane | CallersLane] = [Lane(f"checkpoint-read-{number}") for number in range(self._ahead)]
+        self._lanes = self._lanes or [CallersLane()]
 
-    def get(self, file: InputFile, chunk: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one chunk of ``file``, checked."""
+    def get(self, file: InputFile, chunk: int, last: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one chunk of ``file``, checked; those up to ``last`` will be asked for next."""
         key = file.path, chunk
         found = self._used.get(key) or self._fetch(file, chunk)
-        if self._ahead and chunk + 1 < file.chunks and (file.path, chunk + 1) not in self._used:
-            self._used.move_to_end(key)
-            self._fetch(file, chunk + 1)
+        self._used.move_to_end(key)
+        for following in range(chunk + 1, min(chunk + self._ahead, last) + 1):
+            if (file.path, following) not in self._used:
+                self._fetch(file, following)
         try:
             found.arrived.wait()
         except BaseException:
             self._free.append(self._used.pop(key))
             raise
-        self._used.move_to_end(key)
         return found.memory.bytes.numpy()
 
     def forget(self, file: InputFile) -> None:
@@ -64,7 +67,8 @@ class ChunkCache:
 
     def free(self) -> None:
         """Gives the memory back."""
-        self._lane.close()
+        for lane in self._lanes:
+            lane.close()
         for chunk in [*self._free, *self._used.values()]:
             chunk.memory.free()
         self._free, self._used = [], OrderedDict()
@@ -74,7 +78,7 @@ class ChunkCache:
             self._retire(self._used.popitem(last=False)[1])
         found = self._free.pop()
         memory = found.memory.bytes
-        found.arrived = self._lane.submit(lambda: file.fill(chunk, memory))
+        found.arrived = self._lanes[chunk % len(self._lanes)].submit(lambda: file.fill(chunk, memory))
         self._used[file.path, chunk] = found
         return found
 
@@ -107,8 +111,8 @@ class InputFile:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
             if crc32 is not None:
-                for chunk in range(self.header_chunks()):
-                    cache.get(self, chunk)
+                for chunk in range(last := self.header_chunks()):
+                    cache.get(self, chunk, last - 1)
             self.tensors, self.metadata = read_header(self._descriptor, path)
         except BaseException:
             self.close()
@@ -126,11 +130,12 @@ class InputFile:
     def read(self, place: TensorPlace, start: int, stop: int, into: torch.Tensor) -> None:
         """Copies bytes ``start`` to ``stop`` of a tensor to ``into`` (uint8, so many bytes)."""
         position, end = place.start + start, place.start + stop
+        last = (place.start + place.nbytes - 1) // CHUNK_BYTES
         target, done = into.numpy(), 0  # numpy copies on this thread: a team of threads is dear for a few megabytes
         while position < end:
             chunk, inside = divmod(position, CHUNK_BYTES)
             take = min(end - position, CHUNK_BYTES - inside)
-            target[done : done + take] = self._cache.get(self, chunk)[inside : inside + take]
+            target[done : done + take] = self._cache.get(self, chunk, last)[inside : inside + take]
             position += take
             done += take
 
@@ -146,7 +151,7 @@ class InputFile:
     def verify(self) -> None:
         """Reads every chunk."""
         for chunk in range(self.chunks):
-            self._cache.get(self, chunk)
+            self._cache.get(self, chunk, self.chunks - 1)
 
     def fill(self, chunk: int, memory: torch.Tensor) -> None:
         """Reads one chunk, then compares its checksum."""

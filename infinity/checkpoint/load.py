@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
+from infinity.device.lane import DONE, Ticket
 from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
 from infinity.plan.placement import Placement
@@ -71,7 +74,7 @@ class StateWriter:
 
     def __init__(self, placement: Placement, stores: dict[StateKind, Store]) -> None:
         self._placement, self._stores = placement, stores
-        self._memory: dict[int, HostMemory] = {}
+        self._windows: dict[int, deque[_Window]] = {}
 
     def fill(self, unit: Unit, kinds: Sequence[StateKind], readers: Mapping[int, Reader]) -> None:
         """Gives every kind the same values: those of each slot from its reader, by slot number.
@@ -85,11 +88,12 @@ class StateWriter:
             inside = [number for number in readers if slots[number].offset < stop and start < slots[number].stop]
             if not inside:
                 continue
+            ranges = [(max(slots[number].offset, start), min(slots[number].stop, stop)) for number in inside]
+            gaps = sum(high - low for low, high in ranges) < stop - start
             first: torch.Tensor | None = None
             for turn, kind in enumerate(kinds):
-                with _Piece(self, unit, kind, start, stop, turn, keep=not complete) as flat:
-                    for number in inside:
-                        low, high = max(slots[number].offset, start), min(slots[number].stop, stop)
+                with _Piece(self, unit, kind, start, stop, turn, keep=not complete, gaps=gaps) as flat:
+                    for number, (low, high) in zip(inside, ranges, strict=True):
                         target = flat[low - start : high - start]
                         if first is None:
                             readers[number](slots[number].first + low - slots[number].offset, target)
@@ -97,16 +101,37 @@ class StateWriter:
                             copied(target, first[low - start : high - start])
                     first = flat if first is None else first
 
-    def free(self) -> None:
-        for memory in self._memory.values():
-            memory.free()
-        self._memory.clear()
+    def finish(self) -> None:
+        """Waits until everything has reached its store; raises what kept it from there."""
+        for window in self._all():
+            window.written.wait()
 
-    def window(self, turn: int) -> torch.Tensor:
-        """Memory for one kind's window."""
-        if turn not in self._memory:
-            self._memory[turn] = HostMemory(WINDOW_NUMEL * 8)
-        return self._memory[turn].bytes
+    def free(self) -> None:
+        for window in self._all():
+            with suppress(Exception):  # who wants to know calls ``finish``
+                window.written.wait()
+            window.memory.free()
+        self._windows.clear()
+
+    def window(self, turn: int, nbytes: int) -> _Window:
+        """Memory for one kind's window, while the one before is written."""
+        windows = self._windows.setdefault(turn, deque(_Window(HostMemory(0)) for _ in range(2)))
+        windows.rotate()
+        window = windows[0]
+        window.written.wait()
+        if window.memory.nbytes < nbytes:
+            window.memory.free()
+            window.memory = HostMemory(nbytes)
+        return window
+
+    def _all(self) -> list[_Window]:
+        return [window for windows in self._windows.values() for window in windows]
+
+
+@dataclass
+class _Window:
+    memory: HostMemory
+    written: Ticket = DONE
 
 
 class StateReader:
@@ -148,7 +173,16 @@ class _Piece:
     """Elements of a unit's state that are being changed: in place, or in memory that is written on leaving."""
 
     def __init__(
-        self, writer: StateWriter, unit: Unit, kind: StateKind, start: int, stop: int, turn: int, *, keep: bool
+        self,
+        writer: StateWriter,
+        unit: Unit,
+        kind: StateKind,
+        start: int,
+        stop: int,
+        turn: int,
+        *,
+        keep: bool,
+        gaps: bool,
     ) -> None:
         self._store = writer._stores[kind]
         self._unit = unit.index
@@ -156,14 +190,15 @@ class _Piece:
         self._start = start * dtype.itemsize
         stop *= dtype.itemsize
         home = self._store.resident(unit.index)
-        self._in_place = home is not None
+        self._window: _Window | None = None
         if home is not None:
             self._bytes = home[self._start : stop]
         else:
-            self._bytes = writer.window(turn)[: stop - self._start]
+            self._window = writer.window(turn, stop - self._start)
+            self._bytes = self._window.memory.bytes[: stop - self._start]
             if keep:
                 self._store.read(unit.index, self._start, self._bytes).wait()
-            else:
+            elif gaps:
                 self._bytes.zero_()
         self._flat = self._bytes.view(dtype)
 
@@ -171,8 +206,8 @@ class _Piece:
         return self._flat
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and not self._in_place:
-            self._store.write(self._unit, self._start, self._bytes).wait()
+        if kind is None and self._window is not None:
+            self._window.written = self._store.write(self._unit, self._start, self._bytes)
 
 
 def _windows(numel: int) -> Iterator[tuple[int, int]]:

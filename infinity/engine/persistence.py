@@ -358,6 +358,8 @@ def state_writer(training: Training) -> Iterator[StateWriter]:
     writer = StateWriter(training.parts.plan.placement, training.parts.homes.stores)
     try:
         yield writer
+        with training.runtime.watched():
+            writer.finish()
     finally:
         writer.free()
 
