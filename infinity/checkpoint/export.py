@@ -17,7 +17,8 @@ from infinity.checkpoint.header import DTYPES, lay_out
 from infinity.checkpoint.load import Reader, reader_of
 from infinity.checkpoint.output_file import OutputFile
 from infinity.checkpoint.read import Checkpoint
-from infinity.device.lane import DONE, Lane, Ticket
+from infinity.checkpoint.writers import Writers
+from infinity.device.lane import DONE, Ticket
 from infinity.errors import CheckpointError
 from infinity.memory.host import HostMemory
 
@@ -139,11 +140,11 @@ def _cut(weights: Sequence[Weight], limit: int) -> list[list[Weight]]:
 
 def _write(disk: Disk, path: str, weights: Sequence[Weight]) -> None:
     header, _, nbytes = lay_out([(weight.name, weight.dtype, weight.shape) for weight in weights], {"format": "pt"})
-    lane = Lane("export")
+    writers = Writers(1)
     windows: list[tuple[HostMemory, Ticket]] = [(HostMemory(WINDOW_BYTES), DONE) for _ in range(2)]
     file = None
     try:
-        file = OutputFile(disk, path, nbytes, lane, direct=False)
+        file = OutputFile(disk, path, nbytes, writers, direct=False)
         file.append_header(header)
         for weight in weights:
             piece = WINDOW_BYTES // weight.dtype.itemsize
@@ -157,7 +158,7 @@ def _write(disk: Disk, path: str, weights: Sequence[Weight]) -> None:
                 windows[-1] = memory, file.append(window)
         file.finish().wait()
     finally:
-        lane.close()
+        writers.close()
         if file is not None:
             file.abandon()
         for memory, _ in windows:

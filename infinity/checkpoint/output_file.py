@@ -1,4 +1,4 @@
-"""A file that is written front to back by a lane, checksummed on the way."""
+"""A file that is written front to back by other threads, checksummed on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.disk import Disk, told, write_all
-from infinity.device.lane import DONE, Lane, Ticket
+from infinity.checkpoint.writers import Writers
+from infinity.device.lane import DONE, Ticket
 from infinity.memory.host import HostMemory
 from infinity.tier import PAGE_BYTES
 
@@ -30,8 +31,8 @@ class OutputFile:
     """Appends bytes in the order given, never through the page cache where the file system allows it.
 
     ``append`` returns while the bytes are on their way: they must stay as they are until its ticket is done. The first
-    error ends all writing; whoever waits for a later ticket meets it. ``wrote`` is told of the bytes of each write, on
-    the lane; what it raises is such an error.
+    error ends all writing; whoever waits for ``finish`` meets it. ``wrote`` is told of the bytes of each write, on the
+    thread that wrote; what it raises is such an error.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class OutputFile:
         disk: Disk,
         path: str,
         nbytes: int,
-        lane: Lane,
+        writers: Writers,
         *,
         direct: bool = True,
         wrote: Callable[[int], None] | None = None,
     ) -> None:
         self.path = path
         self._wrote = wrote
-        self._disk, self._lane, self._nbytes = disk, lane, nbytes
+        self._disk, self._writers, self._nbytes = disk, writers, nbytes
         with told("cannot create", path):
             self._descriptor, self._direct = disk.create(path, direct=direct and nbytes % PAGE_BYTES == 0)
         self._used = 0
@@ -62,7 +63,7 @@ class OutputFile:
             return DONE
         view, offset = memoryview(data.numpy()), self._used  # type: ignore[arg-type]
         self._used += data.numel()
-        ticket = self._lane.submit(lambda: self._write(view, offset))
+        ticket = self._writers.submit(lambda: self._write(view, offset))
         for start in range(0, len(view), CHUNK_BYTES):
             self._checksum(view[start : start + CHUNK_BYTES], offset + start)
         return ticket
@@ -77,7 +78,7 @@ class OutputFile:
         """Makes the file durable behind the writes under way."""
         if self._used != self._nbytes:
             raise AssertionError(f"{self.path} was to be {self._nbytes} bytes, {self._used} were given")
-        return self._lane.submit(self._sync)
+        return self._writers.after(self._sync)
 
     @property
     def written(self) -> Written:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +35,10 @@ from infinity.checkpoint.manifest import (
     to_json,
 )
 from infinity.checkpoint.output_file import CHUNK_BYTES, OutputFile, Written
+from infinity.checkpoint.writers import Writers
 from infinity.comm import Group
 from infinity.config.size import format_bytes
-from infinity.device.lane import DONE, Lane, Ticket
+from infinity.device.lane import DONE, Ticket
 from infinity.errors import StorageError
 from infinity.memory.host import HostMemory
 from infinity.plan.placement import Placement
@@ -55,8 +57,9 @@ WINDOW_BYTES = 8 << 20
 """Bytes on their way from a swap file to the checkpoint, in each of a few windows."""
 
 READ_AHEAD = 1
-WINDOWS = READ_AHEAD + 2
-"""Those that are read into, one whose checksum is taken, one that is written."""
+WRITERS = 2
+WINDOWS = READ_AHEAD + WRITERS
+"""Those that are read into, those that are written; a checksum is taken while a window is."""
 
 TOLD_SECONDS = 10.0
 """How often a long save is logged."""
@@ -215,6 +218,7 @@ class _Writer:
         self._shards: dict[str, list[Unit]] = {}
         self._progress, self._kept = progress, kept
         self._done, self._nbytes = 0, contents.nbytes
+        self._counting = Lock()
         self._told = time.perf_counter()
 
     def write_rank(self) -> int:
@@ -228,7 +232,7 @@ class _Writer:
             )
         shards = self._shards = _grouped(contents)
         self._check_space()
-        self._lane = Lane("checkpoint")
+        self._writers = Writers(WRITERS)
         try:
             # First what may belong to any unit, as a torch optimizer's states do: nothing is kept before.
             self._write_tensors(shard_name("state", self._rank), contents.tensors)
@@ -241,7 +245,7 @@ class _Writer:
             for end in self._ends:
                 end.wait()
         finally:
-            self._lane.close()
+            self._writers.close()
             for file in self._files.values():
                 file.abandon()
             for window in self._windows:
@@ -343,7 +347,7 @@ class _Writer:
             if piece.window is not None:
                 piece.window.busy = written
             if piece.is_last and self._kept is not None:
-                self._lane.submit(partial(self._kept, piece.unit))
+                self._writers.after(partial(self._kept, piece.unit))
 
     def _write_tensors(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         file = self._open(name, [(key, value.dtype, tuple(value.shape)) for key, value in tensors])
@@ -354,7 +358,7 @@ class _Writer:
     def _open(self, name: str, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> OutputFile:
         metadata = {"format": "pt", "rank": str(self._rank), "world_size": str(self._contents.group.world_size)}
         header, _, nbytes = lay_out(tensors, metadata)
-        file = self._files[name] = OutputFile(self._disk, self._path(name), nbytes, self._lane, wrote=self._wrote)
+        file = self._files[name] = OutputFile(self._disk, self._path(name), nbytes, self._writers, wrote=self._wrote)
         file.append_header(header)
         return file
 
@@ -369,16 +373,17 @@ class _Writer:
         return window
 
     def _wrote(self, nbytes: int) -> None:
-        self._done += nbytes
-        done = min(self._done, self._nbytes - 1)  # it is not all before the checkpoint is complete
-        if self._progress is not None:
-            self._progress(done, self._nbytes)
-        now = time.perf_counter()
-        if now - self._told > TOLD_SECONDS:
-            self._told = now
-            share = " of this rank" if self._contents.group.world_size > 1 else ""
-            told = f"{format_bytes(done)} of {format_bytes(self._nbytes)}{share}"
-            log.info("checkpoint %s: %s written", self._directory, told)
+        with self._counting:
+            self._done += nbytes
+            done = min(self._done, self._nbytes - 1)  # it is not all before the checkpoint is complete
+            if self._progress is not None:
+                self._progress(done, self._nbytes)
+            now = time.perf_counter()
+            if now - self._told > TOLD_SECONDS:
+                self._told = now
+                share = " of this rank" if self._contents.group.world_size > 1 else ""
+                told = f"{format_bytes(done)} of {format_bytes(self._nbytes)}{share}"
+                log.info("checkpoint %s: %s written", self._directory, told)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)

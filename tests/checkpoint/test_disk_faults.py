@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ class FaultyDisk(Disk):
     def __init__(self, at: int, fault: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
         self.calls: list[str] = []
         self._at, self._fault = at, fault
+        self._counting = threading.Lock()
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -41,8 +43,10 @@ class FaultyDisk(Disk):
             return value
 
         def call(*arguments: Any, **options: Any) -> Any:
-            self.calls.append(name)
-            if len(self.calls) - 1 == self._at:
+            with self._counting:
+                self.calls.append(name)
+                is_it = len(self.calls) - 1 == self._at
+            if is_it:
                 return self._fault(name, partial(value, **options), arguments)
             return value(*arguments, **options)
 
