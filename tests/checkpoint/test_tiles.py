@@ -174,6 +174,22 @@ def test_a_piece_is_read_from_pieces_of_any_cut(
         assert torch.equal(found.view(piece.tile_shape), matrix[piece.region])
 
 
+def test_columns_are_read_with_what_is_between_them() -> None:
+    whole, reads = torch.arange(64.0 * 32).view(64, 32), []
+
+    def read(start: int, into: torch.Tensor) -> None:
+        reads.append(into.numel())
+        into.copy_(whole.view(-1)[start : start + into.numel()])
+
+    for columns, expected in ((8, [63 * 32 + 8]), (4, [4] * 64)):
+        piece = Piece("w", (64, 32), 0, 0, (0, 8), (64, 8 + columns))
+        found = torch.empty(64 * columns)
+        reads.clear()
+        piece_reader(piece, [(Piece("w", (64, 32), 0, 0, (0, 0), (64, 32)), read)])(0, found)
+        assert torch.equal(found.view(64, columns), whole[:, 8 : 8 + columns])
+        assert reads == expected, "once, unless most of it would be thrown away"
+
+
 def test_tiles_that_do_not_fit_together_are_damage(tmp_path: Path) -> None:
     with engine_of(tmp_path / "a", "tiles") as engine:
         path = engine.save_checkpoint(tmp_path / "ckpt")
