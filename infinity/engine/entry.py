@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.changes import ModuleState
-from infinity.engine.inputs import Rejoined
+from infinity.engine.frame import Frame
+from infinity.engine.inputs import Rejoined, reaches
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.tree import Tree, tensors_in
@@ -32,7 +33,8 @@ class EntryModule:
     """A module whose calls lend units: its own forward, the units, the mode.
 
     A *guest* lends only when it is called from outside of every other entry, which has its units otherwise. One that
-    *joins* is computed as a part of the call around it, where that leaves every sum of gradients as it would be.
+    *joins* is computed as a part of the call around it, where that leaves every sum of gradients as it would be: its
+    first call, which is a node of its own, shows whether it uses weights of other units.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class EntryModule:
         self.trains = any(parameter.requires_grad for parameter in module.parameters())
         self._own_forward = module.__dict__.get("forward")
         self._load_hook: RemovableHandle | None = None
+        self.is_self_contained: bool | None = None
         self._steady: set[tuple[bool, ...]] = set()
         functools.update_wrapper(self, self.compute, updated=())
 
@@ -105,12 +108,19 @@ class EntryModule:
         needs_grad = any(tensor.requires_grad for tensor in tensors)
         differentiable = torch.is_grad_enabled() and (self.trains or needs_grad)
         packs = bool(runtime.frames) and runtime.frames[-1].packs
-        if not differentiable or (packs and not self.recompute and self.state.is_watched()):
+        watched = differentiable and packs and not self.recompute and self.state.is_watched()
+        if not differentiable or watched:
+            if any(leaf is not own for leaf, own in zip(leaves, given.leaves, strict=True)):
+                args, kwargs = given.filled(leaves).value
             phase = runtime.phase or Phase.INFERENCE
-            with runtime.frame(self.name, self.units, phase, differentiable=differentiable, packs=packs):
-                if any(leaf is not own for leaf, own in zip(leaves, given.leaves, strict=True)):
-                    args, kwargs = given.filled(leaves).value
-                return runtime.owned(self.compute(*args, **kwargs))
+            inputs: list[Rejoined] = []
+            if watched:
+                inputs, args, kwargs = self._rejoined(args, kwargs)
+            with runtime.frame(
+                self.name, self.units, phase, differentiable=differentiable, packs=packs, shares=not watched
+            ):
+                result = runtime.owned(self.compute(*args, **kwargs))
+            return _ended(inputs, result)
         call = Call(self, given, leaves)
         turn = runtime.turn
         if turn is not None and not runtime.frames:
@@ -125,6 +135,8 @@ class EntryModule:
 
     def _may_join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Not a second time, for both gradients would be added in the compute dtype; nor with hidden inputs."""
+        if torch.is_grad_enabled() and not self.is_self_contained:
+            return False
         if self.name in self.runtime.frames[-1].joined:
             return False
         return not any(
@@ -138,18 +150,29 @@ class EntryModule:
         """A call as a part of the one around it. Gradients it has for a tensor are added up before the others are."""
         runtime = self.runtime
         frame = runtime.frames[-1]
-        inputs: dict[int, Rejoined] = {}
+        inputs: list[Rejoined] = []
         if frame.differentiable and torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in inputs:
-                    inputs[id(value)] = Rejoined(runtime.borrowed(value))
-            args = tuple(inputs[id(value)].alias if id(value) in inputs else value for value in args)
-            kwargs = {key: inputs[id(value)].alias if id(value) in inputs else value for key, value in kwargs.items()}
+            inputs, args, kwargs = self._rejoined(args, kwargs)
         with frame.join(self.name, self.units), runtime.ledger.span(self.name):
             result = self.compute(*args, **kwargs)
-        for each in inputs.values():
-            each.end()
-        return result
+        return _ended(inputs, result)
+
+    def _rejoined(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Rejoined], tuple[Any, ...], dict[str, Any]]:
+        """Arguments with an alias for every tensor that has a gradient."""
+        inputs: dict[int, Rejoined] = {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in inputs:
+                inputs[id(value)] = Rejoined(self.runtime.borrowed(value))
+        args = tuple(inputs[id(value)].alias if id(value) in inputs else value for value in args)
+        kwargs = {key: inputs[id(value)].alias if id(value) in inputs else value for key, value in kwargs.items()}
+        return list(inputs.values()), args, kwargs
+
+    def see(self, outputs: Sequence[torch.Tensor], outer: Sequence[Frame], *, strays: bool) -> None:
+        """Notes whether a call had gradients for weights that are not lent to it but to ``outer`` calls, or alone."""
+        foreign = {id(leaf) for frame in outer for leaves in frame.leaves.values() for leaf in leaves}
+        self.is_self_contained = not strays and not reaches(outputs, foreign)
 
     def may_recompute(self, leaves: Sequence[Any]) -> bool:
         """Whether a call may be computed twice: not if it gets an object that the first pass could change."""
@@ -188,6 +211,19 @@ class EntryModule:
             f'unit "{self.name}" {what}, so computing it again in backward would give wrong gradients. Set '
             f'infinity.recompute to {{"{self.name}": false}}'
         )
+
+
+def _ended(inputs: Sequence[Rejoined], result: Any) -> Any:
+    """The result with the caller's own tensors in the places of their aliases, from which they go on."""
+    for each in inputs:
+        each.end()
+    if isinstance(result, torch.Tensor):
+        return next((each.tensor for each in inputs if each.alias is result), result)
+    tree = Tree(result)
+    own = {id(each.alias): each.tensor for each in inputs}
+    if not any(id(leaf) in own for leaf in tree.leaves):
+        return result
+    return tree.filled([own.get(id(leaf), leaf) for leaf in tree.leaves]).value
 
 
 def _has_grad(value: Any) -> bool:

@@ -27,7 +27,7 @@ class Lender(Protocol):
     def grads(self) -> GradStream | GradExchange: ...
 
     def leaves(
-        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, joined: str = ""
+        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, shares: bool, joined: str = ""
     ) -> list[nn.Parameter]:
         """Parameters over a lent unit's memory, whose gradients are deposited."""
         ...
@@ -37,15 +37,20 @@ class Frame:
     """One running call: the units it has been lent, as leaf tensors of its own.
 
     ``packs`` says that no tensor which autograd saves in it refers to lent memory; ``own`` are the units lent to it
-    or to an operation in it, ``used`` those and the ones of calls in it.
+    or to an operation in it, ``used`` those and the ones of calls in it; it ``strays`` if it needed units that are not
+    lent to every call of its module. One that ``shares`` not has leaves that no other call has.
     """
 
-    def __init__(self, lender: Lender, name: str, phase: Phase, *, differentiable: bool, packs: bool) -> None:
+    def __init__(
+        self, lender: Lender, name: str, phase: Phase, *, differentiable: bool, packs: bool, shares: bool = True
+    ) -> None:
         self.lender = lender
         self.name = name
         self.phase = phase
         self.differentiable = differentiable
         self.packs = packs
+        self.shares = shares
+        self.strays = False
         self.own: set[int] = set()
         self.used: set[int] = set()
         self.leaves: dict[int, list[nn.Parameter]] = {}
@@ -81,7 +86,9 @@ class Frame:
             bound = self.lender.units[index]
             with torch.inference_mode(False):
                 flat = self.lender.params.flat(index)
-                leaves = self.lender.leaves(bound, flat, differentiable=self.differentiable, joined=joined)
+                leaves = self.lender.leaves(
+                    bound, flat, differentiable=self.differentiable, shares=self.shares, joined=joined
+                )
             self.leaves[index] = leaves
             if index not in self._lent:
                 self._lent[index] = flat, flat._version

@@ -31,12 +31,21 @@ class Written(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        ctx.of_view = tensor._is_view()
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        # Torch takes None for a view as none for all that it is a view of.
+        return torch.zeros_like(gradient) if ctx.of_view else None, gradient
+
+
+def go_on(tensor: torch.Tensor, written: torch.Tensor, version: int) -> None:
+    """Lets a caller's tensor, whose memory was written to ``version`` times, go on from what was written."""
+    if written.requires_grad:
+        Written.apply(tensor, written)  # type: ignore[no-untyped-call]
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # torch counted the write once more
 
 
 class Rejoined:
@@ -49,10 +58,8 @@ class Rejoined:
 
     def end(self) -> None:
         """Lets the tensor itself go on from what was written to the alias."""
-        version = self.tensor._version
-        if version != self.version:
-            Written.apply(self.tensor, self.alias)  # type: ignore[no-untyped-call]
-            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (version,))  # which counted it again
+        if self.tensor._version != self.version:
+            go_on(self.tensor, self.alias, self.tensor._version)
 
 
 _alias: Any = super(torch.autograd.Function, Alias).apply
@@ -75,3 +82,17 @@ def aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if id(leaf) not in fresh:
             fresh[id(leaf)] = _alias(leaf) if leaf.requires_grad else leaf
     return [fresh[id(leaf)] for leaf in leaves]
+
+
+def reaches(outputs: Sequence[torch.Tensor], leaves: set[int]) -> bool:
+    """Whether gradients of ``outputs`` flow to one of the leaves with these ids."""
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        fresh = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= fresh
+        ahead += fresh
+    return False

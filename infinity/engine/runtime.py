@@ -103,18 +103,23 @@ class Runtime:
 
     @contextmanager
     def frame(
-        self, name: str, indices: Iterable[int], phase: Phase, *, differentiable: bool, packs: bool = False
+        self,
+        name: str,
+        indices: Iterable[int],
+        phase: Phase,
+        *,
+        differentiable: bool,
+        packs: bool = False,
+        shares: bool = True,
     ) -> Iterator[Frame]:
         """A call in progress, with ``indices`` lent for its duration."""
-        with self.alone(), self._frame(name, indices, phase, differentiable=differentiable, packs=packs) as frame:
+        frame = Frame(self, name, phase, differentiable=differentiable, packs=packs, shares=shares)
+        with self.alone(), self._frame(frame, indices):
             yield frame
 
     @contextmanager
-    def _frame(
-        self, name: str, indices: Iterable[int], phase: Phase, *, differentiable: bool, packs: bool
-    ) -> Iterator[Frame]:
-        frame = Frame(self, name, phase, differentiable=differentiable, packs=packs)
-        outermost = not self.frames
+    def _frame(self, frame: Frame, indices: Iterable[int]) -> Iterator[None]:
+        phase, outermost = frame.phase, not self.frames
         if outermost and phase is Phase.INFERENCE:
             self.params.begin_inference()
         self.frames.append(frame)
@@ -125,10 +130,10 @@ class Runtime:
                 self.watched(),
                 self.device.uncached_autocast(),
                 self.ledger.phase(phase.value) if outermost and self.turn is None else _NOTHING,
-                self.ledger.span(name),
+                self.ledger.span(frame.name),
             ):
                 frame.lend(indices)
-                yield frame
+                yield
                 frame.check_unwritten()
             if not outermost:
                 self.frames[-2].used |= frame.used
@@ -167,16 +172,19 @@ class Runtime:
             raise
 
     def leaves(
-        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, joined: str = ""
+        self, bound: BoundUnit, flat: torch.Tensor, *, differentiable: bool, shares: bool, joined: str = ""
     ) -> list[nn.Parameter]:
         """Leaf parameters over a lent unit's memory; gradients that reach them are deposited at once.
 
         They are made once per unit, place in memory and ``joined`` entry: that costs more than a small unit's lend.
+        Those of a call that ``shares`` not are made for it, as are those of micro-batches side by side: one graph
+        must not add up what several calls have for one leaf before it is deposited.
         """
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [placeholder.requires_grad for placeholder in bound.placeholders]
         key = bound.unit.index, flat.data_ptr(), differentiable, joined
-        known, leaves = self._leaves.get(key, ([], [])) if self.turn is None else ([], [])
+        shares = shares and self.turn is None
+        known, leaves = self._leaves.get(key, ([], [])) if shares else ([], [])
         if known != wanted:
             leaves = [
                 nn.Parameter(view, requires)
@@ -185,7 +193,7 @@ class Runtime:
             for slot, leaf in enumerate(leaves):
                 if differentiable and bound.unit.trainable and leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(self._depositor(bound.unit.index, slot))  # type: ignore[no-untyped-call]
-            if self.turn is None:  # micro-batches side by side must not add up in one leaf before they are deposited
+            if shares:
                 self._leaves[key] = wanted, leaves
         return list(leaves)
 
@@ -271,6 +279,7 @@ class Runtime:
         needs_grad = torch.is_grad_enabled() and placeholder.requires_grad
         able = [frame for frame in reversed(self.frames) if frame.differentiable or not needs_grad] or [self.frames[-1]]
         frame = next((frame for frame in able if index in frame.leaves), able[0])
+        self.frames[-1].strays = True
         frame.lend([index])
         return frame.leaves[index][slot]
 
@@ -288,6 +297,7 @@ class Runtime:
         with self.frame(function, (), outer.phase, differentiable=differentiable, packs=True) as frame:
             result = run(real)
             outer.own |= frame.own
+            outer.strays |= frame.strays
             if any(self.lent(tensor) in frame.leaves for tensor in tensors_in(result)):
                 outer.adopt(frame)
         return result

@@ -23,7 +23,7 @@ from torch import nn
 
 from infinity.engine.changes import ModuleState, draws_elsewhere, version
 from infinity.engine.frame import Frame
-from infinity.engine.inputs import aliases, leaves_like, taken
+from infinity.engine.inputs import aliases, go_on, leaves_like, taken
 from infinity.engine.runtime import Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
@@ -42,10 +42,12 @@ class Entry(Protocol):
     activations: Activations
     compute: Callable[..., Any]
     joins: bool
+    is_self_contained: bool | None
 
     def may_recompute(self, leaves: Sequence[Any]) -> bool: ...
     def is_steady(self) -> bool: ...
     def learn(self, changes: Sequence[tuple[nn.Module, str]], *, looked_back: bool, drew: bool) -> bool: ...
+    def see(self, outputs: Sequence[torch.Tensor], outer: Sequence[Frame], *, strays: bool) -> None: ...
     def refuse(self, what: str) -> ScheduleError: ...
 
 
@@ -63,6 +65,7 @@ class Call:
         self.inputs: list[torch.Tensor] = []
         self.moved: Inputs = ON_DEVICE
         self.outputs: list[torch.Tensor] | None = None
+        self.same: dict[int, torch.Tensor | int] = {}
         self.dirty: list[tuple[torch.Tensor, int]] = []
         self.running = False
         self.looked_back = False
@@ -96,17 +99,20 @@ class Call:
     def finish(self, outputs: Sequence[torch.Tensor] | None) -> Any:
         """The module's result, with the autograd node's tensors in place of the inner ones wherever those went."""
         assert self._result is not None
-        fresh = iter(outputs or ())
+        found = list(outputs or ())
+        for place, as_what in self.same.items():
+            found[place] = found[as_what] if isinstance(as_what, int) else as_what
+        fresh = iter(found)
         leaves = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._result.leaves]
         result, contents, attributes = self._result.filled(leaves).value
         for original, content in zip(self._written, contents, strict=True):
             echo(original, content)
         for (module, key), value in zip(self._assigned, attributes, strict=True):
             module.__dict__[key] = value
-        for tensor, count in self.dirty:  # torch counted the write a second time, as the node's
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))
+        for (tensor, count), written in zip(self.dirty, fresh, strict=True):
+            go_on(tensor, written, count)
         self._result = None
-        self.dirty = []
+        self.same, self.dirty = {}, []
         return result
 
     def first_pass(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -248,7 +254,10 @@ class UnitFunction(torch.autograd.Function):
             given = call.first_pass(tensors)
             inner = call.outputs or []
             outputs = [runtime.owned(output.detach()) for output in inner]
+            call.same = _same(inner, given, tensors)
             call.begin(frame)
+            if entry.joins and entry.is_self_contained is None:
+                entry.see(inner, runtime.frames[:-1], strays=frame.strays)
             written = {id(t): n for n, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version(t) != v}
             if call.recompute:
                 if written:
@@ -257,8 +266,7 @@ class UnitFunction(torch.autograd.Function):
         if not call.recompute:
             inner += [given[n] for n in written.values()]
             call.dirty = [(tensors[n], tensors[n]._version) for n in written.values()]
-            outputs += [tensor for tensor, _ in call.dirty]
-            ctx.mark_dirty(*(tensor for tensor, _ in call.dirty))
+            outputs += [given[n].detach() for n in written.values()]
         ctx.mark_non_differentiable(*(o for o, i in zip(outputs, inner, strict=True) if not i.requires_grad))
         return tuple(outputs)
 
@@ -307,6 +315,20 @@ def _flow(
     for tensor, gradient in zip(wanted, found, strict=True):
         tensor.grad = gradient
     return [taken(tensor) for tensor in inputs]
+
+
+def _same(
+    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor | int]:
+    """Which outputs are an argument, which an output before them: one tensor for the caller, who may write to it."""
+    known: dict[int, torch.Tensor | int] = {id(inner): tensor for inner, tensor in zip(given, tensors, strict=True)}
+    same = {}
+    for place, output in enumerate(outputs):
+        if id(output) in known:
+            same[place] = known[id(output)]
+        else:
+            known[id(output)] = place
+    return same
 
 
 def _is_computed(value: Any) -> bool:
