@@ -16,6 +16,9 @@ from infinity.tier import PAGE_BYTES
 MIN_AUTO_TILE_BYTES = 16 << 10
 """Below this, a tile costs more to ask for than to read."""
 
+MAX_AUTO_TILES = 1024
+"""Of one matrix. With more the plan takes minutes, every pass over the matrix a thousand requests."""
+
 
 def plan_units(
     model: nn.Module,
@@ -32,7 +35,8 @@ def plan_units(
 
     ``infinity.tile_bytes`` "auto" cuts nothing while the plan fits. Where it does not, and ``device_memory`` is
     given, tiles are the largest of which two fit beside everything else (one is computed with while the other is
-    read), or one if two never do. Raises ``CapacityError``, about the uncut model, if no tiles fit either.
+    read), or one if two never do. Raises ``CapacityError``, about the uncut model, if no tiles fit either,
+    of which a matrix may have ``MAX_AUTO_TILES``.
     """
     units, wanted = config.infinity.units, config.infinity.tile_bytes
 
@@ -56,7 +60,8 @@ def plan_units(
     budget = config.infinity.device_memory
     tile_bytes = 0 if budget == "auto" or not moments else int(budget) // 2 // PAGE_BYTES * PAGE_BYTES
     single: tuple[Partition, Plan] | None = None
-    while tile_bytes >= MIN_AUTO_TILE_BYTES:
+    largest = max((p.numel() * (dtype or p.dtype).itemsize for p in model.parameters()), default=0)
+    while tile_bytes >= max(MIN_AUTO_TILE_BYTES, largest // MAX_AUTO_TILES):
         try:
             found, plan = attempt(tile_bytes)
         except CapacityError:

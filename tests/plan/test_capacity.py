@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.config import Config
 from infinity.engine.initialize import initialize
 from infinity.errors import CapacityError
@@ -182,3 +183,15 @@ def test_auto_fills_the_fastest_tier_first() -> None:
         assert chosen.total(Tier.DEVICE) <= budget
         previous = min(previous, chosen.total(Tier.DEVICE))
     assert previous < fits // 2
+
+
+def test_a_matrix_is_not_cut_into_more_than_a_thousand_tiles() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16, bias=False))
+    far = {"device": "nvme", "nvme_path": "swap"}
+    config: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
+    config["zero_optimization"] = {"stage": 3, "offload_param": far, "offload_optimizer": far}
+    with pytest.raises(CapacityError, match="device memory"):
+        infinity.plan(model, config | {"infinity": {"device_memory": "1MiB"}})
+    plan = infinity.plan(model, config | {"infinity": {"device_memory": "40MiB"}})
+    assert max(plan.param_slabs) >= (4 << 32) // 1024
