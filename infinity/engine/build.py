@@ -133,7 +133,6 @@ def build_parts(
     layer_major: bool = False,
 ) -> Parts:
     """Plans, allocates once, opens the swap files, wires the streams; nothing of ``model`` is moved yet."""
-    _check_supported(config)
     ledger = injected.ledger or Ledger()
     group = open_group(config.infinity.timeout_seconds, ledger, injected.delay)
     try:
@@ -187,21 +186,6 @@ def _build(
         parts.close()
         raise
     return parts
-
-
-def _check_supported(config: Config) -> None:
-    """Refuses what the config may say but this version cannot do; nothing is ignored in silence."""
-    own = config.infinity
-    unsupported = {
-        'infinity.device: "cuda"': own.device == "cuda",
-        f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
-        "fp16.auto_cast": config.fp16.auto_cast,
-    }
-    problems = [
-        f"{what} is not available in this version; leave it out" for what, asked in unsupported.items() if asked
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_update_in_backward(config: Config, world_size: int, *, moments: bool) -> None:

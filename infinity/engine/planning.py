@@ -14,7 +14,7 @@ from infinity.errors import ConfigError
 from infinity.plan import Plan
 from infinity.plan.memory import READ_AHEAD
 from infinity.plan.micro_batch import MicroBatch
-from infinity.plan.recompute import is_free, recomputes
+from infinity.plan.recompute import check_patterns, is_free, recomputes
 from infinity.plan.tiling import plan_units
 from infinity.plan.waiting import Waits
 from infinity.shard.partition import Partition, partition
@@ -37,6 +37,7 @@ def plan_for(
     """The units of a model, which may be on the meta device, with the plan for them."""
     if moments is None:
         moments = config.optimizer is None or config.optimizer.adam is not None
+    _check_supported(config)
     ahead = READ_AHEAD if read_ahead is None else read_ahead
     together = config.resolve_batch(world_size).accumulation_steps if layer_major else 1
     if micro_batch is None and config.tier_of(StateKind.ACTIVATION) is None:
@@ -44,7 +45,7 @@ def plan_for(
             '`infinity.activations` is "auto", but how large activations are is not known; give a micro-batch '
             "(micro_batch=(x, y) of infinity.initialize or infinity.plan), or set it to device, host or nvme"
         )
-    return plan_units(
+    found, plan = plan_units(
         model,
         config,
         COMPUTE_DTYPES[config.param_dtype],
@@ -54,6 +55,23 @@ def plan_for(
         local_ranks=local_ranks,
         waits=None if micro_batch is None else _waits(model, config, micro_batch, together),
     )
+    check_patterns(config, {entry.path: model.get_submodule(entry.path) for entry in found.entries})
+    return found, plan
+
+
+def _check_supported(config: Config) -> None:
+    """Refuses what the config may say but this version cannot do; nothing is ignored in silence."""
+    own = config.infinity
+    unsupported = {
+        'infinity.device: "cuda"': own.device == "cuda",
+        f'infinity.grad_dtype: "{own.grad_dtype}"': own.grad_dtype != "fp32",
+        "fp16.auto_cast": config.fp16.auto_cast,
+    }
+    problems = [
+        f"{what} is not available in this version; leave it out" for what, asked in unsupported.items() if asked
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _waits(model: nn.Module, config: Config, micro_batch: Any, together: int) -> Waits:

@@ -190,3 +190,13 @@ def test_the_command_plans_a_hugging_face_directory(tmp_path: Path) -> None:
     missing = plan_command(tmp_path / "a.json", config(tmp_path), "--model", str(tmp_path / "nowhere"))
     assert missing.exit_code == 1
     assert "has no config.json" in missing.output
+
+
+def test_the_command_refuses_what_training_would(tmp_path: Path) -> None:
+    path, document = tmp_path / "config.json", config(tmp_path)
+    assert "give --model DIR" in plan_command(path, document).output
+    model = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 176}
+    document |= {"run": {"model": model}, "infinity": {"grad_dtype": "bf16"}}
+    result = plan_command(path, document)
+    assert result.exit_code == 1
+    assert 'infinity.grad_dtype: "bf16" is not available in this version' in result.output

@@ -13,6 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.engine.initialize import initialize
+from infinity.errors import ConfigError
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.plan import Plan
 from infinity.plan.micro_batch import MicroBatch, UnitInput
@@ -105,6 +106,22 @@ def test_what_the_config_names_is_not_chosen(tmp_path: Path) -> None:
     named = plan(tmp_path, device_memory="1GiB", recompute={"blocks.[0-3]": True, "blocks.4": False})
     assert named.waiting is not None
     assert named.waiting.kept == {"blocks.5"}
+
+
+def test_a_pattern_that_names_no_unit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(tmp_path, recompute={"layers.*": True, "Block": False, "blocs.1": True})
+    assert len(refused.value.problems) == 2
+    assert refused.value.problems[0] == (
+        'infinity.recompute: "layers.*" matches no unit; expected a class name (Block, Embedding, Linear), or a '
+        "pattern for names of units, which are embedding, blocks.0, blocks.1, blocks.2, blocks.3, blocks.4, ..."
+    )
+
+
+def test_one_block_is_no_span(tmp_path: Path) -> None:
+    found = [plan(tmp_path, device_memory=size << 10).render() for size in range(1600, 3200, 200)]
+    assert any("kept instead of recomputed: 1 of 6 blocks, blocks.5\n" in text for text in found)
+    assert any("kept instead of recomputed: 2 of 6 blocks, blocks.4 to blocks.5\n" in text for text in found)
 
 
 def test_inputs_fill_device_then_host_then_nvme(tmp_path: Path) -> None:
