@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from torch import nn
 
 from infinity.cli.failures import reported
@@ -79,7 +80,11 @@ def plan(
             document = _document(planned, traffic, wear, numbers, predicted, ranks, on_host)
             typer.echo(json_format.dumps(document))
         else:
-            typer.echo(_page(planned, traffic, wear, predicted, ranks, on_host))
+            page = Console(emoji=False)
+            page.print(
+                _page(planned, traffic, wear, predicted, ranks, on_host),
+                markup=False, highlight=False, soft_wrap=not page.is_terminal,
+            )  # fmt: skip
 
 
 def _page(planned: Plan, traffic: StepTraffic, wear: Wear, predicted: Forecast | None, ranks: int, on_host: int) -> str:
@@ -142,6 +147,11 @@ def _machine(settings: Config, *, measure: bool, saved: Path | None) -> Machine 
 
 
 def _decoder(settings: Config, _: Path | None) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    if settings.run.model is None:
+        raise ConfigError(
+            "there is no model to plan for: give --model DIR, a directory with a Hugging Face config.json, "
+            "or the sizes of the built-in decoder in `run.model`; infinity.plan(model, config) plans for any other"
+        )
     with torch.device("meta"):
         whole = Decoder(decoder_config(settings))
     tokens = _tokens(settings)

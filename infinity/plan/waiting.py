@@ -155,4 +155,7 @@ def _largest(most: int, room: int, cost: Callable[[int], int]) -> int:
 def _told(paths: Collection[str], batch: MicroBatch) -> str:
     """So many units, the first, the last of them."""
     order = [path for path in batch.order if path in paths]
-    return f"{len(order)} of {len(batch.order)} blocks, {order[0]} to {order[-1]}" if order else f"{len(paths)} units"
+    if not order:
+        return f"{len(paths)} units"
+    span = order[0] if len(order) == 1 else f"{order[0]} to {order[-1]}"
+    return f"{len(order)} of {len(batch.order)} blocks, {span}"
