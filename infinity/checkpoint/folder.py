@@ -49,6 +49,13 @@ class Folder:
         """The tag of the checkpoint that was completed last."""
         path = os.path.join(self.path, LATEST)
         if not os.path.lexists(path):
+            if not os.path.isdir(self.path):
+                raise CheckpointError(f"{self.path} does not exist; expected a directory of checkpoints")
+            if os.path.isfile(os.path.join(self.path, MANIFEST)):
+                above, tag = os.path.split(self.path)
+                raise CheckpointError(
+                    f'{self.path} is a checkpoint; expected the directory that it is in, {above}, with the tag "{tag}"'
+                )
             there = ", ".join(self.tags())
             hint = f"; give the tag of one of these: {there}" if there else "; no checkpoint was completed here"
             raise CheckpointError(f"{path} does not exist{hint}")

@@ -165,6 +165,8 @@ class _Run:
             with MetricsWriter(self._output / "metrics.jsonl" if self._is_first else os.devnull) as metrics:
                 self._shown.begin(heading := self._heading(engine))
                 metrics.write({"event": "start", **asdict(heading), "world_size": self._world_size, "after": done})
+                if done >= self._config.run.steps:
+                    self._shown.say(f"nothing is left to do: {done} steps are done; raise run.steps to train on")
                 self._loop(engine, metrics, done)
             self._report = engine.report()
         finally:
@@ -241,7 +243,7 @@ class _Run:
             return
         engine.train()
         saved = self._checkpoints.save(engine, self._loader) if steps else None
-        kept = f"{saved} holds them" if saved else "nothing was saved"
+        kept = f"{saved} holds them, --resume auto goes on from there" if saved else "nothing was saved"
         told = f"after {steps} of {self._config.run.steps} steps; {kept}; the swap files are gone."
         raise Stopped(number, told)
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from infinity.checkpoint.folder import Folder
 from infinity.cli.main import app
+from infinity.errors import CheckpointError
 from infinity.nn.decoder import Decoder, DecoderConfig
 from infinity.obs.metrics import read_metrics
 from tests.cli.test_train import config, infinity, one_thread, paragraph
@@ -39,8 +41,8 @@ def test_a_run_in_parts_is_the_run_in_one(config: Path, tmp_path: Path) -> None:
     assert part["last_loss"] == whole["last_loss"]
     assert losses(tmp_path) == losses(tmp_path, "whole")
     assert sorted(os.listdir(tmp_path / "out" / "checkpoints")) == ["global_step5", "global_step6", "latest"]
-    again = run(config, 6, "--resume", "auto")  # nothing is left to do
-    assert again["last_loss"] is None
+    again = infinity("train", config, *QUIET, "--set", "run.steps=6", "--resume", "auto")
+    assert "nothing is left to do: 6 steps are done; raise run.steps" in again.stdout
 
     listed = json.loads(infinity("ckpt", "ls", tmp_path / "out" / "checkpoints", "--json").stdout)["checkpoints"]
     assert [(row["tag"], row["step"], row["state"]) for row in listed] == [
@@ -105,4 +107,12 @@ def test_commands_name_what_is_not_there(tmp_path: Path) -> None:
     assert "does not exist" in paragraph(infinity("ckpt", "ls", tmp_path / "none"))
     assert "does not exist" in paragraph(infinity("ckpt", "verify", tmp_path / "none"))
     assert "does not exist" in paragraph(infinity("export", tmp_path / "none", tmp_path / "out"))
+    assert "/none does not exist" in paragraph(infinity("export", tmp_path / "none", tmp_path / "out"))
     assert "no checkpoint was completed here" in paragraph(infinity("export", tmp_path, tmp_path / "out"))
+
+
+def test_a_checkpoint_where_its_directory_belongs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step3").mkdir()
+    (tmp_path / "step3" / "manifest.json").touch()
+    with pytest.raises(CheckpointError, match=rf'the directory that it is in, {tmp_path}, with the tag "step3"'):
+        Folder(tmp_path / "step3").find()

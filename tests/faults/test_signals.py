@@ -44,7 +44,7 @@ def test_one_signal(zygote: Zygote, tiny: TinyRun, number: signal.Signals) -> No
     child.send(number)
     text = sentence(child.finish(), number)
     assert "of 100000 steps; " in text
-    assert "holds them; the swap files are gone" in text
+    assert "holds them, --resume auto goes on from there; the swap files are gone" in text
     assert leftovers(tiny.swap) == []
     metrics = read_metrics(tiny.output / "metrics.jsonl")
     assert metrics[-1]["event"] == "step"
