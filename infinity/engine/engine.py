@@ -121,6 +121,11 @@ class Engine(Keeping):
         if not isinstance(loss, torch.Tensor):
             hint = "; its .loss may be meant" if hasattr(loss, "loss") else ""  # type: ignore[unreachable]
             raise TypeError(f"backward takes the loss, a tensor; given a {type(loss).__name__}{hint}")
+        if not loss.requires_grad:
+            why = "it was computed under no_grad or detached, or every parameter is frozen"
+            if self.optimizer is None:
+                why = 'nothing is trained, as the config has no "optimizer" block and none was passed to initialize'
+            raise ScheduleError(f"backward was given a loss that needs no gradient: {why}")
         shares = self._runtime.shares if scale_wrt_gas else self._parts.group.world_size
         factor = self._scaler.scale / shares
         self._runtime.loss_is_scaled = True

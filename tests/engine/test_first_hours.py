@@ -138,6 +138,16 @@ def test_backward_of_an_output_says_where_the_loss_is() -> None:
         engine.backward(Output())
 
 
+def test_backward_of_a_loss_that_trains_nothing_says_why() -> None:
+    with (
+        infinity.initialize(nn.Linear(4, 1), {})[0] as engine,
+        pytest.raises(infinity.ScheduleError, match='the config has no "optimizer" block'),
+    ):
+        engine.backward(engine(torch.ones(2, 4)).mean())
+    with _engine() as engine, pytest.raises(infinity.ScheduleError, match="under no_grad or detached"):
+        engine.backward(engine(torch.ones(2, 4)).mean().detach())
+
+
 @pytest.mark.parametrize(
     ("attempt", "advice"),
     [
