@@ -75,6 +75,7 @@ class Call:
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.lent: tuple[int, ...] = ()
         self._generations: dict[int, int] = {}
+        self._firsts: list[int] = []
         self._written: list[Any] = []
         self._assigned: list[tuple[nn.Module, str]] = []
         self._result: Tree | None = None
@@ -157,6 +158,8 @@ class Call:
         runtime = self.entry.runtime
         self.outputs = None
         self._given.forget_values()
+        first: dict[int, int] = {}
+        self._firsts = [first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
         self.moved, staying = self.entry.activations.keep(tensors, lambda tensor: runtime.lent(tensor) is not None)
         return staying
 
@@ -191,7 +194,8 @@ class Call:
         now = device.rng_state() if self.rng is not None else None
         if self.rng is not None:
             device.set_rng_state(self.rng)
-        inputs = leaves_like(self.moved.tensors(saved))
+        given = self.moved.tensors(saved)  # among which one that was given twice may be two by now
+        inputs = leaves_like([given[first] for first in self._firsts])
         try:
             with torch.enable_grad(), device.autocast(self.autocast), entry.state.in_mode(self.mode):
                 outputs = self.compute(inputs)
