@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,7 +88,8 @@ def _waits(model: nn.Module, config: Config, micro_batch: Any, together: int) ->
 
     def rehearse(recomputed: frozenset[str], moved: frozenset[str]) -> MicroBatch:
         try:
-            return predict(model, micro_batch, recomputed=recomputed, moved=moved, blocks=blocks, dtype=dtype)
+            with _in_silence("torch._subclasses.fake_tensor"):  # a traceback before the error that tells the same
+                return predict(model, micro_batch, recomputed=recomputed, moved=moved, blocks=blocks, dtype=dtype)
         except Exception as error:  # whatever the model raises
             told = str(error).splitlines()[:1]
             raise ConfigError(
@@ -103,6 +106,16 @@ def _waits(model: nn.Module, config: Config, micro_batch: Any, together: int) ->
         swap=bool(config.swap_directories(StateKind.ACTIVATION)),
         together=together,
     )
+
+
+@contextmanager
+def _in_silence(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 def plan_model(

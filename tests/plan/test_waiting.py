@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,21 @@ def test_auto_needs_to_know_a_micro_batch(tmp_path: Path) -> None:
 
     with pytest.raises(infinity.ConfigError, match="looks at values"):
         initialize(Looks(), config(tmp_path, activations="auto"), micro_batch=torch.zeros(2, 8))
+
+
+def test_a_micro_batch_that_does_not_fit_the_model_is_one_error_without_tracebacks(tmp_path: Path) -> None:
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(ConfigError, match=r"micro_batch: .*\[2, 31\] X \[32, 8\]"):
+            infinity.plan(nn.Linear(32, 8), config(tmp_path) | {"bf16": {}}, micro_batch=torch.ones(2, 31))
+    finally:
+        log.removeHandler(handler)
+    assert not heard
+    assert not log.disabled
 
 
 def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path) -> None:
