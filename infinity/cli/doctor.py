@@ -93,7 +93,7 @@ def native_libraries() -> Iterator[Finding]:
         body.adam(master, exp_avg, exp_avg_sq, grad, None, step)
         results.append(torch.cat([master, exp_avg, exp_avg_sq]))
     if torch.equal(*results):
-        yield ok("Adam", f"{kernels.isa} body, {kernels.threads} threads; a step has the bits of PyTorch's")
+        yield ok("Adam", f"{kernels.isa} body, threads: {kernels.threads}; a step has the bits of PyTorch's")
     else:
         yield fail(
             "Adam", f"the {kernels.isa} body differs from PyTorch", "set INFINITY_ISA=scalar; report this processor"

@@ -99,7 +99,9 @@ class Plan:
             for row in rows
         ]
         body.insert(1, "-" * len(body[0]))
-        tail = [f"optimizer sub-group: {self.subgroup_numel:,} elements, {self.ring} in flight"]
+        tail = []
+        if self.ring:
+            tail.append(f"optimizer sub-group: {self.subgroup_numel:,} elements, {self.ring} in flight")
         if self.largest is not None:
             tail.append(f"largest unit: {self.largest[0]}, {format_bytes(self.largest[1], decimal)}")
         waiting = self.waiting

@@ -200,3 +200,11 @@ def test_the_command_refuses_what_training_would(tmp_path: Path) -> None:
     result = plan_command(path, document)
     assert result.exit_code == 1
     assert 'infinity.grad_dtype: "bf16" is not available in this version' in result.output
+
+
+def test_where_nothing_is_staged_no_sub_group_is_told(tmp_path: Path) -> None:
+    document = config(tmp_path, device_memory="64MiB") | {"zero_optimization": {"stage": 3}}
+    document["run"] = {"model": {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 176}}
+    assert "sub-group" not in plan_command(tmp_path / "a.json", document).output
+    document["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    assert "optimizer sub-group: " in plan_command(tmp_path / "a.json", document).output
