@@ -90,6 +90,8 @@ def _waits(model: nn.Module, config: Config, micro_batch: Any, together: int) ->
         try:
             with _in_silence("torch._subclasses.fake_tensor"):  # a traceback before the error that tells the same
                 return predict(model, micro_batch, recomputed=recomputed, moved=moved, blocks=blocks, dtype=dtype)
+        except MemoryError:
+            raise  # which tells of this process, not of the model
         except Exception as error:  # whatever the model raises
             told = str(error).splitlines()[:1]
             raise ConfigError(

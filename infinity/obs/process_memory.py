@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from types import TracebackType
 
 
@@ -34,7 +35,8 @@ class AnonymousPeak:
 
     def _sample(self) -> None:
         while not self._closed.wait(self._interval_seconds):
-            self._peak = max(self._peak, status_bytes("RssAnon"))
+            with suppress(MemoryError):  # whoever does the work says so; this is one sample less
+                self._peak = max(self._peak, status_bytes("RssAnon"))
 
     def __enter__(self) -> AnonymousPeak:
         self._thread.start()
