@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.changes import ModuleState
 from infinity.engine.frame import Frame
-from infinity.engine.inputs import Rejoined, reaches
+from infinity.engine.inputs import Rejoined, reaches, seen_through
 from infinity.engine.placeholder import OffloadedParameter
 from infinity.engine.runtime import Runtime
 from infinity.engine.tree import Tree, tensors_in
@@ -218,12 +218,22 @@ def _ended(inputs: Sequence[Rejoined], result: Any) -> Any:
     for each in inputs:
         each.end()
     if isinstance(result, torch.Tensor):
-        return next((each.tensor for each in inputs if each.alias is result), result)
+        return _owned(inputs, result)
     tree = Tree(result)
-    own = {id(each.alias): each.tensor for each in inputs}
-    if not any(id(leaf) in own for leaf in tree.leaves):
+    owned = [_owned(inputs, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves]
+    if all(own is leaf for own, leaf in zip(owned, tree.leaves, strict=True)):
         return result
-    return tree.filled([own.get(id(leaf), leaf) for leaf in tree.leaves]).value
+    return tree.filled(owned).value
+
+
+def _owned(inputs: Sequence[Rejoined], output: torch.Tensor) -> torch.Tensor:
+    """The caller's own tensor for its alias, the same view of it for a view of the alias, else the output."""
+    for each in inputs:
+        if output is each.alias:
+            return each.tensor
+        if (view := seen_through(each.alias, output)) is not None:
+            return view.of(each.tensor)
+    return output
 
 
 def _has_grad(value: Any) -> bool:

@@ -13,6 +13,8 @@ the same bits as the plain module. Where units never move, a call that keeps joi
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +25,7 @@ from torch import nn
 
 from infinity.engine.changes import ModuleState, draws_elsewhere, version
 from infinity.engine.frame import Frame
-from infinity.engine.inputs import aliases, go_on, leaves_like, taken
+from infinity.engine.inputs import View, aliases, go_on, leaves_like, seen_through, taken
 from infinity.engine.runtime import Runtime
 from infinity.engine.tree import Tree, echo
 from infinity.engine.turn import Turn
@@ -65,7 +67,7 @@ class Call:
         self.inputs: list[torch.Tensor] = []
         self.moved: Inputs = ON_DEVICE
         self.outputs: list[torch.Tensor] | None = None
-        self.same: dict[int, torch.Tensor | int] = {}
+        self.same: dict[int, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {}
         self.dirty: list[tuple[torch.Tensor, int]] = []
         self.running = False
         self.looked_back = False
@@ -101,8 +103,8 @@ class Call:
         """The module's result, with the autograd node's tensors in place of the inner ones wherever those went."""
         assert self._result is not None
         found = list(outputs or ())
-        for place, as_what in self.same.items():
-            found[place] = found[as_what] if isinstance(as_what, int) else as_what
+        for place, same_as in self.same.items():
+            found[place] = same_as(found)
         fresh = iter(found)
         leaves = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._result.leaves]
         result, contents, attributes = self._result.filled(leaves).value
@@ -323,16 +325,32 @@ def _flow(
 
 def _same(
     outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> dict[int, torch.Tensor | int]:
-    """Which outputs are an argument, which an output before them: one tensor for the caller, who may write to it."""
-    known: dict[int, torch.Tensor | int] = {id(inner): tensor for inner, tensor in zip(given, tensors, strict=True)}
-    same = {}
+) -> dict[int, Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
+    """Which outputs are an argument, a view of one, an output before them: the caller may write to either of two.
+
+    Each as a function of all outputs that gives what the caller gets in its place.
+    """
+    before: dict[int, int] = {}
+    same: dict[int, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {}
     for place, output in enumerate(outputs):
-        if id(output) in known:
-            same[place] = known[id(output)]
-        else:
-            known[id(output)] = place
+        if id(output) in before:
+            same[place] = operator.itemgetter(before[id(output)])
+            continue
+        before[id(output)] = place
+        for inner, tensor in zip(given, tensors, strict=True):
+            if output is inner:
+                same[place] = functools.partial(_itself, tensor)
+            elif (view := seen_through(inner, output)) is not None:
+                same[place] = functools.partial(_viewed, view, tensor)
     return same
+
+
+def _itself(tensor: torch.Tensor, found: object) -> torch.Tensor:
+    return tensor
+
+
+def _viewed(view: View, tensor: torch.Tensor, found: object) -> torch.Tensor:
+    return view.of(tensor)
 
 
 def _is_computed(value: Any) -> bool:
