@@ -13,6 +13,7 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import struct
 import sys
 import threading
@@ -86,6 +87,8 @@ def _become(request: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serves requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts by "&"
+
     # All that a run imports late, also because a child of another user may not read our files.
     import encodings.ascii  # noqa: F401
 
