@@ -26,6 +26,7 @@ def test_a_row_has_equal_arenas_and_a_process_as_predicted(
     assert abs(row["process_relative_error"]) <= memory.TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_number_that_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     applied: list[dict[str, Any]] = []
 

@@ -91,6 +91,7 @@ def test_contestants_train_alike_and_a_broken_one_is_named(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_layer_by_layer_has_the_same_losses(tmp_path: Path) -> None:
     task = Task(SHAPES["tiny"], "bf16", tokens=16, threads=1, micro_batches=3)
     layered = ours("all-nvme", str(tmp_path), "layered", layer_major=True)
