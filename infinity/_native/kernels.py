@@ -175,7 +175,7 @@ def check_accumulate(into: torch.Tensor, grad: torch.Tensor) -> None:
     """Raises a TypeError or ValueError that names the argument ``Kernels.accumulate`` cannot take."""
     check("into", into, ONLY_FP32)
     check("grad", grad, FLOAT_DTYPES, like=("into", into))
-    start, begin = into.data_ptr(), grad.data_ptr()
+    start, begin = into.data_ptr(), grad.data_ptr()  # as check_disjoint, for two, once per parameter and micro-batch
     if start < begin + grad.nbytes and begin < start + into.nbytes:
         raise ValueError("into and grad share memory; expected separate buffers")
 
