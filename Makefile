@@ -6,6 +6,7 @@ CONFIG ?= configs/demo.json
 SWAP_DIR ?=
 KILLS ?= 100
 SEED ?= 0
+WORKERS ?= 2
 NATIVE_TESTS := $(patsubst %/Makefile,%,$(wildcard native/aio/tests/Makefile native/cpu_adam/tests/Makefile))
 
 .DEFAULT_GOAL := help
@@ -47,8 +48,8 @@ sanitize:  ## native tests under three sanitizers
 # A machine that tests must have the real libraries: a fallback would pass for them.
 test test-all test-faults: export INFINITY_REQUIRE_NATIVE = 1
 
-test: build lint sanitize  ## lint, native tests, quick Python tests
-	$(BIN)/python -m pytest -q -m "not slow"
+test: build lint sanitize  ## lint, native tests, quick Python tests (WORKERS=2)
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
 test-all: build lint sanitize  ## the same with the slow tests
 	$(BIN)/python -m pytest -q
