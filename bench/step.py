@@ -11,10 +11,10 @@ the median over the rounds of the ratio within the round.
 In bf16 plain PyTorch has fp32 masters, as ours and DeepSpeed's have; "plain pure" has none.
 
 Groups: ``memory`` (states in memory), ``peers`` (FSDP2, DeepSpeed in memory), ``nvme`` (states on NVMe, with what the
-disk gives to fio between the rounds), ``long`` (all states on NVMe, 2048 tokens), ``layers`` (eight micro-batches,
-layer by layer), ``ram`` (peak memory against depth), ``large`` (1.3 B parameters on NVMe). Ours keeps activations
-(recompute off) wherever the table does not say otherwise, because plain PyTorch keeps them. A contestant that is
-missing is named, then left out.
+disk gives to fio between the rounds), ``long`` (all states on NVMe, 2048 tokens, with plain PyTorch beside which fio
+moves as many bytes), ``layers`` (eight micro-batches, layer by layer), ``ram`` (peak memory against depth), ``large``
+(1.3 B parameters on NVMe). Ours keeps activations (recompute off) wherever the table does not say otherwise, because
+plain PyTorch keeps them. A contestant that is missing is named, then left out.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def deepspeed(placement: str, swap: str) -> Spec:
 
 PLAIN = Spec("plain", "plain")
 PURE = Spec("plain pure", "plain", {"pure": True})
+BYTES_PER_PARAMETER = 30
+"""That a step moves with all states on NVMe in bf16: 16 read, 14 written."""
 
 
 def one_round(contestant: Contestant, steps: int) -> Round:
@@ -152,7 +154,7 @@ def on_nvme(title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: i
     """A group with fio between its rounds, so that the floor is that of the same minutes."""
     with ExitStack() as stack:
         try:
-            disk = stack.enter_context(MixedDisk(swap, FIO_BYTES if task.shape.d_model > 64 else 1 << 20))
+            disk = stack.enter_context(MixedDisk(swap, fio_bytes(task.shape)))
         except NoFio as why:
             group = compete(title, task, specs, rounds, steps, tries=tries)
             group.missing["fio"] = str(why)
@@ -161,6 +163,11 @@ def on_nvme(title: str, task: Task, specs: Sequence[Spec], rounds: int, steps: i
         if disk.rates:
             group.floor["fio mixed GB/s"] = statistics.median(disk.rates)
     return group
+
+
+def fio_bytes(shape: Shape) -> int:
+    """The size of each file that fio moves; the small ones are for tests."""
+    return FIO_BYTES if shape.d_model > 64 else 1 << 20
 
 
 def add_floor(group: Group, name: str) -> Ratio | None:
@@ -283,12 +290,16 @@ class Bench:
         if dtype != "bf16":
             return
         frugal, roomy = in_backward("all-nvme", self.swap), in_backward("nvme", self.swap)
-        specs = [PLAIN, ours("all-nvme", self.swap), frugal, roomy]
+        moved = {"swap": self.swap, "nbytes": BYTES_PER_PARAMETER * self.shape.parameters}
+        beside = Spec("plain beside fio", "plain", moved | {"file_bytes": fio_bytes(self.shape)})
+        specs = [PLAIN, beside, ours("all-nvme", self.swap), frugal, roomy]
         task = self.task(dtype, tokens=self.long_tokens)
         group = self.on_nvme("Long sequence on NVMe", task, specs, self.rounds, 3)
         add_floor(group, frugal.name)
         self.note("nvme_2048_over_plain", group.ratio(frugal.name, "plain"))
         self.note("nvme_2048_grads_in_host_over_plain", group.ratio(roomy.name, "plain"))
+        self.note("nvme_2048_over_plain_beside_fio", group.ratio(frugal.name, beside.name))
+        self.note("plain_2048_beside_fio_over_plain", group.ratio(beside.name, "plain"))
         self.note("nvme_2048_at_step_over_plain", group.ratio("ours/all-nvme", "plain"))
         self.groups.append(group)
 

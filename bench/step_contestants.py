@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.deepspeed_venv import find_python
+from bench.io_contestants import HUGE_PAGES, Cell, fio_command
 from bench.step_model import Shape
+from infinity.storage.traffic import Pattern, TrialFiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,6 +101,47 @@ class Contestant:
         self._process.wait()
 
 
+class BesideDisk(Contestant):
+    """A contestant beside which fio moves ``nbytes`` per step, half of them each way, as fast as the disk takes them.
+
+    What it loses by that is what computing and I/O cost each other on this machine, whoever does them.
+    """
+
+    def __init__(self, spec: Spec, task: Task) -> None:
+        options = dict(spec.options)
+        self._nbytes: int = options.pop("nbytes")
+        self._files = TrialFiles([options.pop("swap")], options.pop("file_bytes"))
+        command = fio_command(Cell(Pattern.MIX, 1 << 20, 32), self._files, ("--ioengine=libaio",))
+        fio = shutil.which(command[0])
+        try:
+            if fio is None:
+                raise Unavailable("fio is not installed (Debian, Ubuntu: apt install fio)")
+            self._command = [fio, *command[1:]]
+            super().__init__(Spec(spec.name, "plain", options), task)
+        except Unavailable:
+            self._files.__exit__(None, None, None)
+            raise
+
+    def ask(self, op: str, **request: Any) -> dict[str, Any]:
+        if op != "steps":
+            return super().ask(op, **request)
+        loops = max(1, round(request["count"] * self._nbytes / (2 * self._files.nbytes)))
+        mover = subprocess.Popen(
+            [*self._command, f"--loops={loops}"],
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"GLIBC_TUNABLES": HUGE_PAGES},
+        )
+        try:
+            return super().ask(op, **request)
+        finally:
+            mover.terminate()  # where the disk is slower than the steps it has not ended
+            mover.wait()
+
+    def close(self) -> None:
+        super().close()
+        self._files.__exit__(None, None, None)
+
+
 class Field(ExitStack):
     """The contestants of one group that could be started; the others are in ``missing``, with the reason."""
 
@@ -109,7 +153,7 @@ class Field(ExitStack):
     def enter(self, spec: Spec, task: Task) -> None:
         """Starts one; it ends with this context."""
         try:
-            contestant = Contestant(spec, task)
+            contestant = (BesideDisk if "nbytes" in spec.options else Contestant)(spec, task)
         except Unavailable as why:
             self.missing[spec.name] = str(why)
             return

@@ -22,6 +22,12 @@ class Shape:
     d_ff: int
     vocabulary: int
 
+    @property
+    def parameters(self) -> int:
+        """How many it has: embedding and head, attention and gated feed-forward with two norms per layer, a norm."""
+        layer = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        return 2 * self.vocabulary * self.d_model + self.n_layers * layer + self.d_model
+
     def deeper(self, n_layers: int) -> Shape:
         """The same with another number of layers."""
         return Shape(self.d_model, n_layers, self.n_heads, self.d_ff, self.vocabulary)

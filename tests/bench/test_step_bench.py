@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import bench.step as bench_step
 from bench.step import add_floor, agree, compete, last_read, ours, quiet_round, since
 from bench.step_contestants import Spec, Task
 from bench.step_floor import largest_cost, link_bytes
-from bench.step_model import SHAPES
+from bench.step_model import SHAPES, build_decoder
 from bench.step_results import Group, Ratio, Round, where
 
 TASK = Task(SHAPES["tiny"], "fp32", tokens=16, threads=1)
@@ -78,7 +79,8 @@ def test_the_floor_takes_the_engines_own_bytes_per_step() -> None:
 
 def test_contestants_train_alike_and_a_broken_one_is_named(tmp_path: Path) -> None:
     broken = Spec("broken", "ours", {"placement": "nowhere", "swap": str(tmp_path)})
-    group = compete("t", TASK, [PLAIN, ours("none", str(tmp_path)), ours("all-nvme", str(tmp_path)), broken], 2, 2)
+    specs = [PLAIN, ours("none", str(tmp_path)), ours("all-nvme", str(tmp_path)), broken]
+    group = compete("t", TASK, specs, 2, 2)
     assert list(group.rounds) == ["plain", "ours/none", "ours/all-nvme"]
     assert "nowhere" in group.missing["broken"]
     assert all(len(group.losses[name]) >= 6 for name in group.rounds)
@@ -89,6 +91,27 @@ def test_contestants_train_alike_and_a_broken_one_is_named(tmp_path: Path) -> No
     assert "skipped: broken" in group.table()
     assert group.as_json()["losses"]["plain"] == group.losses["plain"]
     assert not list(tmp_path.iterdir())
+
+
+def test_fio_moves_bytes_beside_one_that_trains_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fio = tmp_path / "fio"
+    fio.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexec sleep 60\n')
+    fio.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    beside = Spec("beside", "plain", {"swap": str(swap), "nbytes": 3 << 20, "file_bytes": 1 << 20})
+    group = compete("t", TASK, [PLAIN, beside], 1, 2)
+    assert group.losses["beside"] == group.losses["plain"]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2  # the round that does not count, the one that does
+    assert all(line.endswith("--loops=3") for line in asked)  # two steps of 3 MiB, 2 MiB a loop
+    assert not list(swap.iterdir())
+
+
+def test_a_shape_knows_its_parameters() -> None:
+    model = build_decoder(SHAPES["tiny"])
+    assert SHAPES["tiny"].parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.slow
