@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import infinity
+from bench.arguments import positive
 from infinity.config.size import format_bytes
 from infinity.memory.host import HostMemory
 from infinity.obs.process_memory import AnonymousPeak, status_bytes
@@ -192,9 +193,9 @@ def measure(parameters: int, directory: Path, rounds: int, device: str) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parameters", type=int, default=120, help="millions")
+    parser.add_argument("--parameters", type=positive, default=120, help="millions")
     parser.add_argument("--directory", type=Path, default=Path("runs/bench-checkpoint"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = [measure(options.parameters, options.directory, options.rounds, device) for device in ("cpu", "nvme")]

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import end_on_sigterm, one_of, positive, several
 from bench.step import ALL_ON_NVME, one_round
 from bench.step_contestants import Field, Spec, Task
 from bench.step_model import SHAPES
@@ -124,14 +125,20 @@ def plot(points: Sequence[Point], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swap", default="runs/bench-growth", help="a directory on the disk to measure")
-    parser.add_argument("--shapes", default="50m,185m,400m,800m", help=f"of {', '.join(SHAPES)}, comma-separated")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--shapes",
+        type=several(one_of(SHAPES)),
+        default="50m,185m,400m,800m",
+        help=f"of {', '.join(SHAPES)}, comma-separated",
+    )
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--dials", action="store_true", help="also turn sub-group size, queue depth, slabs")
     parser.add_argument("--plot", type=Path, help="write a picture, .svg or .png (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per point")
     chosen = parser.parse_args()
+    end_on_sigterm()
     os.makedirs(chosen.swap, exist_ok=True)
-    wanted = [("model", shape, shape, {}) for shape in chosen.shapes.split(",")]
+    wanted = [("model", shape, shape, {}) for shape in chosen.shapes]
     if chosen.dials:
         wanted += [(dial, value, "185m", options) for dial, points in DIALS.items() for value, options in points]
     points: list[Point] = []

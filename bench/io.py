@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import end_on_sigterm, positive, several
 from bench.io_contestants import Cell, DeepSpeed, Run, Unavailable, fio, ours
 from infinity.config.size import parse_bytes
 from infinity.storage.traffic import Pattern, Sample, Setting, TrialFiles, Window, fill
@@ -197,19 +198,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.io", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directories", nargs="*", default=["runs/bench-io"], help="one or two, on the disks to measure")
     parser.add_argument("--size", type=parse_bytes, default="1GiB", help="of each of the two files per directory")
-    parser.add_argument("--blocks", default="1MiB,8MiB", help="block sizes, comma-separated")
-    parser.add_argument("--depths", default="8,32", help="queue depths, comma-separated")
-    parser.add_argument("--patterns", default="read,write,mix", help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=7, help="timings of each contestant; take 7 or more")
+    parser.add_argument("--blocks", type=several(parse_bytes), default="1MiB,8MiB", help="block sizes, comma-separated")
+    parser.add_argument("--depths", type=several(positive), default="8,32", help="queue depths, comma-separated")
+    parser.add_argument("--patterns", type=several(Pattern), default="read,write,mix", help="comma-separated")
+    parser.add_argument("--rounds", type=positive, default=7, help="timings of each contestant; take 7 or more")
     parser.add_argument("--json", action="store_true", help="print one JSON object per cell, the ratios last")
     chosen = parser.parse_args()
-    blocks = [parse_bytes(block) for block in chosen.blocks.split(",")]
-    depths = [int(depth) for depth in chosen.depths.split(",")]
+    end_on_sigterm()
     cells = [
-        Cell(Pattern(pattern), block, depth)
-        for pattern in chosen.patterns.split(",")
-        for block in blocks
-        for depth in depths
+        Cell(pattern, block, depth) for pattern in chosen.patterns for block in chosen.blocks for depth in chosen.depths
     ]
 
     def say(text: str) -> None:
@@ -220,7 +217,7 @@ def main() -> None:
     results = []
     with ExitStack() as stack:
         files = stack.enter_context(TrialFiles(chosen.directories, chosen.size))
-        window = Window(Setting(block_size=max(blocks), queue_depth=max(depths)).window_bytes)
+        window = Window(Setting(block_size=max(chosen.blocks), queue_depth=max(chosen.depths)).window_bytes)
         deepspeed = stack.enter_context(start_deepspeed(chosen.directories, chosen.size, say))
         for cell in cells:
             space = window.bytes[: Setting(block_size=cell.block_size, queue_depth=cell.queue_depth).window_bytes]

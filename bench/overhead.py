@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from bench.arguments import positive
 from infinity.nn.decoder import Decoder, DecoderConfig
 
 BLOCKS = 48
@@ -93,7 +94,7 @@ def ours(rounds: int, device: str, swap: str, *, recompute: bool) -> list[float]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--swap", default="runs/bench-overhead", help="a directory for parameters on NVMe")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=positive, default=40)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     os.makedirs(given.swap, exist_ok=True)

@@ -31,12 +31,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import end_on_sigterm, one_of, positive, several
 from bench.io_contestants import Unavailable as NoFio
 from bench.step_contestants import Contestant, Field, Spec, Task, Unavailable
 from bench.step_floor import MixedDisk, largest_cost, link_bytes
 from bench.step_model import SHAPES, Shape
 from bench.step_results import Group, Ratio, Round
 
+DTYPES = ("bf16", "fp32")
 GROUPS = ("memory", "peers", "nvme", "long", "layers", "ram", "large")
 ALL_ON_NVME = dict.fromkeys(("param", "grad", "master", "exp_avg", "exp_avg_sq"), "nvme")
 FIO_BYTES = 1 << 30
@@ -393,19 +395,20 @@ def last_read(group: Group, name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--groups", default=",".join(GROUPS), help="comma-separated")
-    parser.add_argument("--dtypes", default="bf16,fp32", help="comma-separated")
+    parser.add_argument("--groups", type=several(one_of(GROUPS)), default=",".join(GROUPS), help="comma-separated")
+    parser.add_argument("--dtypes", type=several(one_of(DTYPES)), default="bf16,fp32", help="comma-separated")
     parser.add_argument("--shape", default="185m", choices=SHAPES)
     parser.add_argument("--swap", default="runs/bench-step", help="a directory on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant; take 7 or more")
-    parser.add_argument("--tries", type=int, default=3, help="how often a round that others disturb is taken at most")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--long-tokens", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of each contestant; take 7 or more")
+    parser.add_argument("--tries", type=positive, default=3, help="tries of a round that others disturb")
+    parser.add_argument("--tokens", type=positive, default=256)
+    parser.add_argument("--long-tokens", type=positive, default=2048)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--profile", type=Path, help="a folder for one Chrome trace per group and contestant of ours")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object per group, the ratios last")
     chosen = parser.parse_args()
+    end_on_sigterm()
     os.makedirs(chosen.swap, exist_ok=True)
     bench = Bench(chosen)
     written: list[str] = []
@@ -416,8 +419,8 @@ def main() -> None:
         if chosen.markdown is not None:
             chosen.markdown.write_text("\n\n".join(written) + "\n", encoding="utf-8")
 
-    for dtype in chosen.dtypes.split(","):
-        for name in chosen.groups.split(","):
+    for dtype in chosen.dtypes:
+        for name in chosen.groups:
             groups, notes = len(bench.groups), len(bench.notes)
             load = os.getloadavg()[0]
             getattr(bench, name)(dtype)

@@ -118,7 +118,7 @@ class BesideDisk(Contestant):
                 raise Unavailable("fio is not installed (Debian, Ubuntu: apt install fio)")
             self._command = [fio, *command[1:]]
             super().__init__(Spec(spec.name, "plain", options), task)
-        except Unavailable:
+        except BaseException:
             self._files.__exit__(None, None, None)
             raise
 
@@ -132,7 +132,10 @@ class BesideDisk(Contestant):
             env=os.environ | {"GLIBC_TUNABLES": HUGE_PAGES},
         )
         try:
-            return super().ask(op, **request)
+            answer = super().ask(op, **request)
+            if mover.poll():
+                raise Unavailable(f"{self.spec.name}: fio failed with exit code {mover.returncode}")
+            return answer
         finally:
             mover.terminate()  # where the disk is slower than the steps it has not ended
             mover.wait()

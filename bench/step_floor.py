@@ -19,7 +19,11 @@ class MixedDisk(AbstractContextManager["MixedDisk"]):
     def __init__(self, directory: str, nbytes: int) -> None:
         self.rates: list[float] = []
         self._files = TrialFiles([directory], nbytes)
-        self._runs = fio(Cell(Pattern.MIX, BLOCK_BYTES, QUEUE_DEPTH), self._files)
+        try:
+            self._runs = fio(Cell(Pattern.MIX, BLOCK_BYTES, QUEUE_DEPTH), self._files)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def sample(self) -> float | None:
         """GB/s, both ways added up; None where fio does not run."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -21,17 +24,35 @@ class Stopped(Exception):
 
 
 @contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds what is open, as Ctrl-C does; a run has its own way (``StopRequest``)."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number, "ended by SIGTERM; no swap or trial files are left.")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
 def reported(*, debug: bool) -> Iterator[None]:
     """Exit 1 on an error, 128 + the signal's number when stopped; ``debug`` lets the traceback through."""
     errors = Console(stderr=True, highlight=False, emoji=False)
     errors.soft_wrap = not errors.is_terminal  # a reader of a file wants whole lines
     try:
-        yield
+        with _ending_on_sigterm():
+            yield
     except Stopped as stopped:
         errors.print(f"stopped: {stopped}", markup=False)
         raise typer.Exit(128 + stopped.signal_number) from None
     except KeyboardInterrupt:
-        errors.print("stopped: interrupted before the run had begun or after it had ended.", markup=False)
+        errors.print("stopped: interrupted; no swap or trial files are left.", markup=False)
         raise typer.Exit(130) from None
     except Exception as error:
         if debug or isinstance(error, typer.Exit):

@@ -153,7 +153,9 @@ class ConsumedGradStream(GradStream):
             names = ", ".join(f'"{self._units[other].name}"' for other in open_units)
             raise CapacityError(
                 f'host memory: the gradient of unit "{self._units[index].name}" needs {pool.nbytes} bytes, but every '
-                f"slab is with {names}, used again before that gradient is complete; {REMEDY}"
+                f"slab is with {names}, used again before that gradient is complete: by a call whose backward is to "
+                "come, or whose graph is kept (a logged loss, a checkpoint around a unit). Let go of that graph, place "
+                f"gradients in host memory, or {REMEDY}"
             )
         return super()._slab_for(index)
 
