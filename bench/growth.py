@@ -123,7 +123,9 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--swap", default="runs/bench-growth", help="a directory on the disk to measure")
     parser.add_argument(
         "--shapes",

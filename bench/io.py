@@ -195,7 +195,9 @@ def peer_runs(cell: Cell, files: TrialFiles, deepspeed: DeepSpeed | None, say: C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.io", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.io", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directories", nargs="*", default=["runs/bench-io"], help="one or two, on the disks to measure")
     parser.add_argument("--size", type=parse_bytes, default="1GiB", help="of each of the two files per directory")
     parser.add_argument("--blocks", type=several(parse_bytes), default="1MiB,8MiB", help="block sizes, comma-separated")

@@ -37,7 +37,7 @@ IN_MEMORY = ("offload_param.device", "offload_optimizer.device")
 
 def main() -> int:
     """Zero if the twin is exact, the plan is kept, the process stays small."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/large.json")
     parser.add_argument("--swap", help="directory for swap files instead of the config's")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the config's")

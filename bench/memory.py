@@ -184,7 +184,7 @@ def refusals(swap: str, steps: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Zero if every arena is equal, every process within 5 %, every remedy works."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--swap", help="directory for swap files; one on the disk of the current directory by default")
     parser.add_argument("--json", action="store_true")

@@ -92,7 +92,9 @@ def ours(rounds: int, device: str, swap: str, *, recompute: bool) -> list[float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--swap", default="runs/bench-overhead", help="a directory for parameters on NVMe")
     parser.add_argument("--rounds", type=positive, default=40)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

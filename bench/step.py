@@ -131,8 +131,8 @@ def compete(
         for name, contestant in field.running.items():
             group.facts[name] = since(before[name], contestant.ask("facts"))
             parameters = group.facts[name].get("report", {}).get("parameters")
-            if parameters and "adam alone" not in group.floor:
-                group.floor["adam alone"] = contestant.ask("adam", numel=parameters, dtype=task.dtype)["seconds"]
+            if parameters and "adam alone, s" not in group.floor:
+                group.floor["adam alone, s"] = contestant.ask("adam", numel=parameters, dtype=task.dtype)["seconds"]
     return group
 
 
@@ -181,12 +181,12 @@ def add_floor(group: Group, name: str) -> Ratio | None:
     if "recompute" in name:
         compute += split["forward"]
     nbytes, rate = link_bytes(group.facts[name]), group.floor["fio mixed GB/s"]
-    floor, largest = largest_cost(compute, group.floor["adam alone"], nbytes, rate)
+    floor, largest = largest_cost(compute, group.floor["adam alone, s"], nbytes, rate)
     group.floor |= {
-        "compute (plain forward, backward)": compute,
+        "compute (plain forward, backward), s": compute,
         f"{name} GB per step": nbytes / 1e9,
-        f"{name} GB at fio's rate": nbytes / rate / 1e9,
-        f"{name} floor ({largest})": floor,
+        f"{name} bytes at fio's rate, s": nbytes / rate / 1e9,
+        f"{name} floor ({largest}), s": floor,
     }
     return Ratio.of(group.times(name), [floor] * len(group.times(name)))
 
@@ -394,7 +394,9 @@ def last_read(group: Group, name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=several(one_of(GROUPS)), default=",".join(GROUPS), help="comma-separated")
     parser.add_argument("--dtypes", type=several(one_of(DTYPES)), default="bf16,fp32", help="comma-separated")
     parser.add_argument("--shape", default="185m", choices=SHAPES)
@@ -430,6 +432,8 @@ def main() -> None:
                     print(json.dumps(group.as_json()), flush=True)
             for text in bench.notes[notes:]:
                 tell(text)
+    if chosen.rounds < 7:
+        tell("Fewer than 7 rounds: take these ratios for a try.")
     for key, spread in bench.spreads.items():
         tell(f"{key}: {spread}")
     print(json.dumps(bench.json()))

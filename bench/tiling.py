@@ -161,7 +161,9 @@ def beyond_the_budget(width: int, whole: Cell, tiled: Cell, swap: str) -> dict[s
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.tiling", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tiling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--widths", default="1024,2048", help="model widths, comma-separated")
     parser.add_argument("--splits", default="1,4,16", help="tiles per matrix, comma-separated, 1 first")
     parser.add_argument("--steps", type=int, default=7, help="steps per cell, more than two")

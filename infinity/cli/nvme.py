@@ -140,7 +140,11 @@ def prepare(directory: Path, nbytes: int) -> Iterator[Finding]:
     if mode & 0o002 and not mode & 0o1000:
         yield warn(name, f"everybody may write to it ({mode & 0o7777:o})", f"chmod 700 {directory}")
     for doubt in disk_of(str(directory)).doubts():
-        yield warn(name, doubt, "measure with a --size beyond the caches, or on the disk that training will use")
+        yield warn(
+            name,
+            doubt,
+            "use the disk that training will use; `infinity nvme bench` measures it, with a --size beyond the caches",
+        )
 
 
 def shared_disks(directories: Sequence[Path]) -> Iterator[Finding]:

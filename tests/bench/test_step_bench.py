@@ -73,7 +73,7 @@ def test_the_floor_takes_the_engines_own_bytes_per_step() -> None:
     group = Group("t", TASK, rounds={"plain": timed(1.0), "ours/nvme": timed(3.0)})
     group.rounds["plain"] = [Round(1.0, 1.0, (), split={"forward": 0.25, "backward": 0.5})]
     group.facts = {"ours/nvme": facts}
-    group.floor = {"fio mixed GB/s": 2.0, "adam alone": 0.1}
+    group.floor = {"fio mixed GB/s": 2.0, "adam alone, s": 0.1}
     assert add_floor(group, "ours/nvme") == Ratio(1.5, 1.5, 1.5)
 
 
