@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.arguments import one_of, positive, several
+from bench.arguments import positive, several
 from bench.deepspeed_venv import find_python
 from infinity._native.cpu_adam import AdamStep, NativeKernels, open_kernels
 from infinity.memory.host import HostMemory
@@ -255,9 +255,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=9, help="timings of each contestant; take 7 or more")
     parser.add_argument(
         "--isa",
-        type=one_of(("auto", "avx512", "avx2", "neon", "scalar")),
+        choices=("auto", "avx512", "avx2", "neon", "scalar"),
         default="auto",
-        help="auto, avx512, avx2, neon or scalar",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per case, the ratios last")
     chosen = parser.parse_args()

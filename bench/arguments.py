@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from infinity.errors import InfinityError
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,14 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
 
 def several(item: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Items with commas between them."""
-    return lambda text: [item(part) for part in text.split(",")]
+
+    def parse(text: str) -> list[T]:
+        try:
+            return [item(part) for part in text.split(",")]
+        except (ValueError, InfinityError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
 
 
 def end_on_sigterm() -> None:

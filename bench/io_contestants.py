@@ -65,10 +65,17 @@ def _bound(engine: IoEngine, pattern: Pattern, files: TrialFiles, window: torch.
     return lambda: measure(engine, files, pattern, window)
 
 
+def find_fio() -> str:
+    """The path of the program."""
+    found = shutil.which("fio")
+    if found is None:
+        raise Unavailable("fio is not installed (Debian, Ubuntu: apt install fio)")
+    return found
+
+
 def fio(cell: Cell, files: TrialFiles) -> dict[str, Run]:
     """Each of fio's asynchronous engines, one job for all files."""
-    if shutil.which("fio") is None:
-        raise Unavailable("fio is not installed (Debian, Ubuntu: apt install fio)")
+    find_fio()
 
     def run(command: list[str]) -> Sample:
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"GLIBC_TUNABLES": HUGE_PAGES})

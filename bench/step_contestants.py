@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.deepspeed_venv import find_python
-from bench.io_contestants import HUGE_PAGES, Cell, fio_command
+from bench.io_contestants import HUGE_PAGES, Cell, find_fio, fio_command
+from bench.io_contestants import Unavailable as NoFio
+from bench.step_floor import BLOCK_BYTES, QUEUE_DEPTH
 from bench.step_model import Shape
 from infinity.storage.traffic import Pattern, TrialFiles
 
@@ -111,13 +112,14 @@ class BesideDisk(Contestant):
         options = dict(spec.options)
         self._nbytes: int = options.pop("nbytes")
         self._files = TrialFiles([options.pop("swap")], options.pop("file_bytes"))
-        command = fio_command(Cell(Pattern.MIX, 1 << 20, 32), self._files, ("--ioengine=libaio",))
-        fio = shutil.which(command[0])
+        cell = Cell(Pattern.MIX, BLOCK_BYTES, QUEUE_DEPTH)
+        self._command = fio_command(cell, self._files, ("--ioengine=libaio",))
         try:
-            if fio is None:
-                raise Unavailable("fio is not installed (Debian, Ubuntu: apt install fio)")
-            self._command = [fio, *command[1:]]
+            find_fio()
             super().__init__(Spec(spec.name, "plain", options), task)
+        except NoFio as why:
+            self._files.__exit__(None, None, None)
+            raise Unavailable(str(why)) from None
         except BaseException:
             self._files.__exit__(None, None, None)
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.io_contestants import Unavailable as NoFio
-from bench.step_contestants import Field, Spec, Task
+from bench.step_contestants import Field, Spec, Task, Unavailable
 from bench.step_floor import MixedDisk
 from bench.step_model import SHAPES
 
@@ -26,8 +26,8 @@ from bench.step_model import SHAPES
         ("step --rounds 0", "'0' is not a whole number from 1 on"),
         ("growth --shapes nope", "'nope' is none of tiny"),
         ("overhead --rounds -5", "'-5' is not a whole number"),
-        ("adam --sizes x", "invalid"),
-        ("io --patterns x", "invalid"),
+        ("adam --sizes x", "'x': invalid literal"),
+        ("io --patterns x", "'x' is not a valid Pattern"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments: str, told: str) -> None:
@@ -54,7 +54,7 @@ def test_a_failing_fio_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     options = {"swap": str(swap), "nbytes": 1 << 20, "file_bytes": 1 << 20}
     with Field() as field:
         field.enter(Spec("beside", "plain", options), Task(SHAPES["tiny"], "fp32", tokens=2048, threads=1))
-        with pytest.raises(Exception, match="beside: fio failed with exit code 1"):
+        with pytest.raises(Unavailable, match="beside: fio failed with exit code 1"):
             field.running["beside"].ask("steps", count=20)
     assert not list(swap.iterdir())
 
